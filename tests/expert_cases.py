@@ -67,7 +67,7 @@ def apart(rng: Any, array: np.ndarray) -> np.ndarray:
 
 
 def expected_of(stack: Stack, prepare: Any) -> dict[str, np.ndarray]:
-    """What `prepare` of one case after the other gives, stacked."""
+    """Stacks what `prepare` gives of one case after the other."""
     alone = [prepare(case) for case in stack.experts]
     single = len(stack.case.out_partitions) == 1
     stacked = {name: np.stack([np.asarray(one[name]) for one in alone]) for name in alone[0]}

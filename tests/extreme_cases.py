@@ -16,7 +16,7 @@ LARGEST = {
     "float32": float(np.finfo(np.float32).max),
 }
 SPACING = {"bfloat16": 2.0**-133, "float16": 2.0**-24, "float32": 2.0**-149}
-"""Of the smallest numbers."""
+"""Distance between the smallest numbers."""
 TOO_SMALL = [1e-45, 1e-40, 2.0**-128]
 """Scales whose reciprocal float32 does not hold."""
 
@@ -43,7 +43,7 @@ def _one_huge(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Extreme:
-    """What is done to an ordinary layer and to its x.
+    """A change of an ordinary layer and of its x.
 
     `cuda`: the product of the factors of a row and of a token is an ordinary float32, and so are sums of
     unquantized x; the kernels on CUDA devices ask for both.

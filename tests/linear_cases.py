@@ -148,7 +148,7 @@ HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 FLOAT32_SUMS = 1e-5
 FP8_CORE_SUMS = 2.0**-11
 FP8_CORE_WORST = 2.0**-7
-"""What sums may be off by, of the magnitudes summed.
+"""Bound on the error of sums, as a part of the magnitudes summed.
 
 The FP8 tensor cores of Hopper drop of each of 32 products, and of the sum before, what is below 2^-13 of the
 largest: half of that on average, 2^-11 of all magnitudes where the largest is eight times the mean, and 2^-7
@@ -232,7 +232,7 @@ def with_a_lost_scale(rng, case):
 
 
 def prepared_for_cuda(case, compute="exact"):
-    """What `prepare` returns for the layer on a CUDA device, by way of the CPU's and the reference."""
+    """Makes what `prepare` returns on a CUDA device, from the CPU's copy and the reference."""
     if "NVFP4" not in case.algo:
         return case.method(compute=compute).prepare(case.listed())
     if compute == "fp4":

@@ -1,4 +1,4 @@
-"""What kernels of experts took on a GPU, by chip, layer, model and tokens: tests/data/expert_*.txt."""
+"""Times of kernels of experts on GPUs, by chip, layer, model and tokens: tests/data/expert_*.txt."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +11,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3, EP8": {"of_all": 256},
     "Nemotron-3-Nano": {"activation": "relu2", "gated": False},
 }
-"""What else `plan` is told of a model."""
+"""Further options of `plan` for a model."""
 
 
 class Measured(NamedTuple):
-    """What each way of a kernel, or each kernel, took.
+    """Times of each way of a kernel, or of each kernel.
 
     Attributes:
         chip: As the plan knows it.
@@ -32,13 +32,13 @@ class Measured(NamedTuple):
     microseconds: dict[str, float]
 
     def plan(self) -> Any:
-        """That of the layer on the chip."""
+        """The plan of the layer on the chip."""
         algo, _, compute = self.layer.partition(",")
         options = {"compute": compute or "exact", "chip": self.chip} | OPTIONS.get(self.model, {})
         return plan(algo, *MODELS[self.model], **options)
 
     def loss(self, chosen: str) -> float:
-        """What the chosen one takes beyond the fastest."""
+        """Part of the fastest time that the chosen one takes beyond it."""
         return self.microseconds[chosen] / min(self.microseconds.values()) - 1
 
 

@@ -52,7 +52,7 @@ def layer_of(monkeypatch: pytest.MonkeyPatch, kernel: str, *sizes: Any, **option
 
 
 def options_of(method: MoEMethod) -> dict[str, Any]:
-    """What the reference is told of a layer."""
+    """Options of the reference for a layer."""
     names = ("activation", "gated", "interleaved", "alpha", "beta", "limit", "group_size", "compute", "dtype")
     return {name: getattr(method, name) for name in names} | {"quant_algo": method.quant_algo}
 

@@ -23,7 +23,7 @@ CODED = [
 
 
 def scheme_of(method: MoEMethod) -> str:
-    """What of `ops.quantize` makes them."""
+    """Scheme of `ops.quantize` that makes the codes."""
     if method.compute == "fp4":
         return "nvfp4"
     by_algo = {"FP8": "fp8_tensor", "W4A8_NVFP4_FP8": "fp8_tensor", "FP8_PB_WO": "fp8_group"}
@@ -54,7 +54,7 @@ def quantized(
 
 
 def options_of_codes(scale: Any) -> dict[str, Any]:
-    """What the reference is told besides."""
+    """Further options of the reference."""
     return {"quantized_input": True, "x_scale": scale}
 
 

@@ -1,4 +1,4 @@
-"""What tests of quantization share: hostile data, and how codes and scales compare."""
+"""Shared by tests of quantization: hostile data, and how codes and scales compare."""
 
 import numpy as np
 
@@ -59,6 +59,11 @@ def hostile(rng, shape, kind):
 
 
 KINDS = ["normal", "wide", "tiny", "zeros", "signed zeros", "ties", "nan", "inf"]
+
+
+def shapes_and_kinds(shapes, ragged):
+    """Pairs for tests: every shape with normal values, and one ragged shape with every other kind."""
+    return [(shape, "normal") for shape in shapes] + [(ragged, kind) for kind in KINDS[1:]]
 
 
 def as_dtype(x, dtype):

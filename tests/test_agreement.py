@@ -156,7 +156,7 @@ def test_blocks_of_stacked_experts_with_one_block_one_way(rng, tmp_path, rows, c
 
 
 def test_deepseek_v4s_own_layers(rng, data, tmp_path):
-    """Its attention stays as its makers stored it: 128x128 blocks under powers of two, called `scale`."""
+    """Attention stays as the model's makers stored it: 128x128 blocks under powers of two, called `scale`."""
     config = data / "configs" / "nvidia__DeepSeek-V4-Flash-NVFP4.quantization_config.json"
     text = json.dumps({"quantization_config": json.loads(config.read_text())})
     (tmp_path / "config.json").write_text(text)

@@ -1,4 +1,4 @@
-"""What `make demo` and `make test` leave: a checkout from which Python runs as from the installed package."""
+"""`make demo` and `make test` leave a checkout from which Python runs as from the installed package."""
 
 import os
 import re
@@ -53,5 +53,5 @@ def test_the_checkout_has_the_extension_that_is_tested():
 def test_both_commands_of_the_readme_build_in_the_checkout():
     makefile = (ROOT / "Makefile").read_text()
     for stamp in (".venv/.installed", ".venv/.installed-test"):
-        rule = re.search(rf"^{re.escape(stamp)}: \.venv/\.made.*\n\t(.*)", makefile, re.MULTILINE)
+        rule = re.search(rf"^{re.escape(stamp)}: \.venv/\.needs.*\n\t(.*)", makefile, re.MULTILINE)
         assert "--inplace" in rule[1]

@@ -281,7 +281,7 @@ class TestParts:
         assert "no_weights" in [problem.code for problem in ckpt.problems]
 
     def test_every_scale_is_read_once_and_told(self, data: Path) -> None:
-        """Those of gate and up were read again to compare them, a third of all."""
+        """Scales of gate and up were read again to compare them, a third of all."""
         with Checkpoint(data / "checkpoints" / "qwen3moe_nvfp4") as ckpt:
             told: list[tuple[int, int, str]] = []
             ckpt.findings(block_scales=True, progress=lambda *about: told.append(about))

@@ -146,7 +146,7 @@ def test_not_a_number_is_the_worst_and_no_number_in_json(tmp_path, rng, capsys):
     assert (rows[0]["layer"], rows[0]["relative_error"]) == ("x", None)
 
 
-# What is equal, and what only looks so
+# Equal tensors, and those that only look so
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ safetensors = pytest.importorskip("safetensors.numpy")
 
 DATA = Path(__file__).parent / "data"
 GENUINE = sorted(path.parent for path in DATA.glob("*/*/config.json") if path.parent.parent.name != "configs")
+CHECKPOINTS = [directory for directory in GENUINE if directory.parent.name == "checkpoints"]
 TYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp32": np.float32}
 
 
@@ -65,8 +66,12 @@ def nvfp4(rng, name, rows, columns):
     }
 
 
-@pytest.mark.parametrize("to", TYPES)
-@pytest.mark.parametrize("directory", GENUINE, ids=name_of)
+@pytest.mark.parametrize(
+    "directory, to",
+    [(directory, "bf16") for directory in GENUINE]
+    + [(directory, to) for directory in CHECKPOINTS for to in ("fp16", "fp32")],
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)
 def test_genuine_checkpoints_bit_for_bit(directory, to, tmp_path, monkeypatch):
     monkeypatch.setattr(matrices, "PIECE_BYTES", 8 << 10)  # several pieces even of these small weights
     monkeypatch.setattr(jobs, "CHUNK", 1 << 10)
@@ -602,7 +607,7 @@ def test_a_file_that_no_index_names_is_converted_too(data, rng, tmp_path):
 
 
 def test_modules_that_are_there_once_more_stay_out(data, tmp_path):
-    """Of another variant of the model no scale gets beside weights that it does not belong to."""
+    """No scale of another variant of the model gets beside weights that it does not belong to."""
     other = np.zeros((4, 4), ml_dtypes.bfloat16)
     twice = {"model.norm.weight": other, "lm_head.weight": other, "lm_head.weight_scale": np.float32([1])}
     source = beside(data, tmp_path, twice, "model.fp16.safetensors")

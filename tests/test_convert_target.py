@@ -232,7 +232,7 @@ def test_a_signal_cleans_up_as_an_interrupt_does(number, status, data, tmp_path,
 
 
 def test_a_signal_that_is_ignored_stays_so(data, tmp_path, monkeypatch):
-    """As nohup has it."""
+    """SIGHUP is ignored, as nohup has it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         monkeypatch.setattr(Progress, "__call__", lambda *args: os.kill(os.getpid(), signal.SIGHUP))

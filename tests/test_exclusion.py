@@ -3,13 +3,14 @@
 import fnmatch
 import json
 import re
-import time
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moqext import ConfigError, QuantConfig
+
+from .work import assert_growth, assert_linear, each
 
 PACKED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -27,7 +28,7 @@ def config(*exclude, **fields):
 # ------------------------------------------------------------------------------- the producer's semantics
 
 
-@pytest.mark.parametrize(
+@each(
     "entry, module, excluded",
     [
         ("lm_head", "lm_head", True),
@@ -183,7 +184,7 @@ class PartlyPackedError(Exception):
 
 
 def vllm_model(entries, name, packed):
-    """What vLLM answers, step by step, with Python's own fnmatch."""
+    """Answers as vLLM does, step by step, with Python's own fnmatch."""
 
     def listed():
         last = name.split(".")[-1]
@@ -292,7 +293,7 @@ def test_vllm_semantics_on_the_genuine_lists(data):
                 assert expected is None, (path.name, name)
 
 
-@pytest.mark.parametrize(
+@each(
     "entries, module, producer, vllm",
     [
         (["model.layers.1*"], "model.layers.10.mlp.up_proj", True, True),
@@ -369,7 +370,7 @@ def split_of_vllm(entries):
 @example(["model.*"], ".model")
 @settings(max_examples=600, deadline=None)
 def test_expanding_wildcards_keeps_modules_and_their_subtrees(entries, module):
-    """What an entry without its star fits stays excluded, with all below it; nothing new is excluded."""
+    """A module that an entry without its star fits stays excluded, with all below it, and no other is."""
     if module.rpartition(".")[2] == "experts":
         module += ".0"  # a container may be refused instead
     read = config(*entries)
@@ -405,8 +406,8 @@ def test_arguments_are_checked():
     assert not read.is_excluded("a" * 4095)
 
 
-def benchmark_case(rng, names=60_000, patterns=500):
-    """Names of a 60-layer model of 330 experts, and the patterns an exporter writes for one."""
+def benchmark_case(rng, names, patterns):
+    """Names of a 60-layer model of 330 experts, and patterns as an exporter writes them for one."""
     modules = [
         f"model.layers.{layer}.mlp.experts.{expert}.{projection}"
         for layer in range(60)
@@ -423,39 +424,51 @@ def benchmark_case(rng, names=60_000, patterns=500):
 
 @pytest.mark.parametrize("leading", ["", "*"])
 @pytest.mark.parametrize("semantics", ["modelopt", "vllm"])
-def test_sixty_thousand_names_take_well_under_a_second(rng, semantics, leading):
-    modules, entries = benchmark_case(rng)
-    read = config(*(leading + entry for entry in entries))
-    start = time.process_time()
-    count = sum(read.is_excluded(module, semantics=semantics) for module in modules)
-    assert time.process_time() - start < 2  # 0.1 s on a quiet machine; this one may be neither quiet nor fast
-    assert 3 <= count <= 3 * 377
+def test_a_name_does_not_pay_for_each_pattern(rng, semantics, leading):
+    """Against every pattern one by one, 16 times the patterns would be 16 times the work."""
+
+    def count(patterns):
+        modules, entries = benchmark_case(rng, 4000, patterns)
+        read = config(*(leading + entry for entry in entries))
+        return lambda: sum(read.is_excluded(module, semantics=semantics) for module in modules)
+
+    assert 3 <= count(500)() <= 3 * 377
+    assert_growth(count, 150, 2400, 4)
 
 
-def test_a_million_entries_are_read_in_linear_time():
-    entries = [f"model.layers.{i}.mlp.up_proj" for i in range(1_000_000)]
-    start = time.process_time()
+def test_many_entries_are_read_in_linear_time():
+    entries = [f"model.layers.{i}.mlp.up_proj" for i in range(32_000)]
     read = config(*entries)
-    assert read.is_excluded("model.layers.999999.mlp.up_proj")
-    assert not read.is_excluded("model.layers.1000000.mlp.up_proj")
-    assert time.process_time() - start < 20
+    assert read.is_excluded("model.layers.31999.mlp.up_proj")
+    assert not read.is_excluded("model.layers.32000.mlp.up_proj")
+    assert_linear(lambda size: lambda: config(*entries[:size]), 2000)
 
 
 @pytest.mark.parametrize("semantics", ["modelopt", "vllm"])
 @pytest.mark.parametrize("entry", ["*a*a*a*a*{}", "*{}", "[a-c]?{}*", "experts.{}"])
 def test_many_entries_of_one_hostile_kind_are_linear(entry, semantics):
-    """Reading, and a name against each entry once, not entries against entries: that would be 10^10 steps."""
-    read = config(*(entry.format(i) for i in range(100_000)))
-    start = time.process_time()
-    assert not read.is_excluded("model.layers.3.mlp.experts_x", semantics=semantics)
-    assert read.is_excluded("a" * 40 + "99999", semantics=semantics) is entry.startswith("*")
-    assert time.process_time() - start < 5
+    """Entries are read once, and a name is held against each once; entries are not compared with entries."""
+
+    def ask(size):
+        entries = [entry.format(i) for i in range(size)]
+
+        def work():
+            read = config(*entries)
+            assert not read.is_excluded("model.layers.3.mlp.experts_x", semantics=semantics)
+            last = "a" * 40 + str(size - 1)
+            assert read.is_excluded(last, semantics=semantics) is entry.startswith("*")
+
+        return work
+
+    assert_linear(ask, 1000)
 
 
 def test_hostile_patterns_are_linear():
     read = config(*("*a" * i + "*b" * 5 + "*" for i in range(1, 200)))
-    name = "ab" * 2 + "a" * 2000
-    start = time.process_time()
-    assert not read.is_excluded(name + "x")
-    assert not read.is_excluded(name + "x", semantics="vllm")
-    assert time.process_time() - start < 5
+
+    def ask(size):
+        name = "ab" * 2 + "a" * size + "x"
+        return lambda: [read.is_excluded(name, semantics=semantics) for semantics in ("modelopt", "vllm")]
+
+    assert ask(2000)() == [False, False]
+    assert_linear(ask, 200)

@@ -11,6 +11,7 @@ from moqext import _C, UnsupportedQuantization, ops, reference
 
 from .expert_cases import STACKS, Stack, apart, expected_of, random_stack
 from .linear_cases import random_case, with_a_lost_scale, with_a_zero_part
+from .work import each
 
 
 def prepared(stack: Stack, params: Any, compute: str, out: Any = None) -> Any:
@@ -29,9 +30,9 @@ def assert_same(got: Any, expected: Any) -> None:
         np.testing.assert_array_equal(got[name].view(np.uint8), value.view(np.uint8), name)
 
 
-@pytest.mark.parametrize("algo, compute", STACKS)
-@pytest.mark.parametrize("experts", [1, 2, 5])
-@pytest.mark.parametrize("rows", [[128, 128], [24], [33, 7, 130]])
+@each("algo, compute", STACKS)
+@each("experts", [1, 2, 5])
+@each("rows", [[128, 128], [24], [33, 7, 130]])
 def test_an_expert_of_a_stack_has_the_bits_of_its_matrix(
     rng: Any, algo: str, compute: str, experts: int, rows: list[int]
 ) -> None:
@@ -57,7 +58,7 @@ def test_any_shape(kind: Any, thirty_twos: int, experts: int, rows: list[int], s
     assert_same(prepared(stack, stack.listed(), compute), one_by_one(stack, compute))
 
 
-@pytest.mark.parametrize("algo, compute", STACKS)
+@each("algo, compute", STACKS)
 def test_the_plan_knows_the_tensors_before(rng: Any, algo: str, compute: str) -> None:
     for rows in ([128, 128], [40]):
         stack = random_stack(rng, algo, 128, rows, 3)
@@ -70,7 +71,7 @@ def test_the_plan_knows_the_tensors_before(rng: Any, algo: str, compute: str) ->
         assert {name: value.shape for name, value in plan.prepare(stack.fused()).items()} == result
 
 
-@pytest.mark.parametrize("algo, compute", STACKS)
+@each("algo, compute", STACKS)
 def test_a_matrix_is_no_stack_of_one(rng: Any, algo: str, compute: str) -> None:
     case = random_stack(rng, algo, 64, [128, 24], 1).case
     plan, method = _C.weight_plan(algo, 64, [128, 24], compute=compute), case.method(compute=compute)
@@ -80,7 +81,7 @@ def test_a_matrix_is_no_stack_of_one(rng: Any, algo: str, compute: str) -> None:
     assert_same(plan.prepare(case.listed()), expected)
 
 
-@pytest.mark.parametrize("algo, compute", STACKS)
+@each("algo, compute", STACKS)
 def test_experts_anywhere_in_memory(rng: Any, algo: str, compute: str) -> None:
     stack = random_stack(rng, algo, 128, [128, 24], 4)
     params = {name: apart(rng, value) for name, value in stack.fused().items()}
@@ -91,7 +92,7 @@ def test_experts_anywhere_in_memory(rng: Any, algo: str, compute: str) -> None:
     assert_same(prepared(stack, broadcast, compute), one_by_one(same, compute))
 
 
-@pytest.mark.parametrize("algo, compute", STACKS)
+@each("algo, compute", STACKS)
 def test_rows_of_a_wider_tensor(rng: Any, algo: str, compute: str) -> None:
     stack = random_stack(rng, algo, 128, [20, 9], 3)
     params = stack.listed()
@@ -103,7 +104,7 @@ def test_rows_of_a_wider_tensor(rng: Any, algo: str, compute: str) -> None:
     assert_same(prepared(stack, params, compute), one_by_one(stack, compute))
 
 
-@pytest.mark.parametrize("algo, compute", STACKS)
+@each("algo, compute", STACKS)
 def test_reload_in_place(rng: Any, algo: str, compute: str) -> None:
     stack, other = (random_stack(rng, algo, 128, [128, 24], 3) for _ in range(2))
     first = prepared(stack, stack.fused(), compute)
@@ -148,7 +149,7 @@ def test_factors_of_x_may_be_of_all_experts(rng: Any) -> None:
     assert_same(prepared(stack, params | {"pre_quant_scale": one}, "exact"), expected)
 
 
-@pytest.mark.parametrize("algo, compute", STACKS)
+@each("algo, compute", STACKS)
 def test_a_stack_without_an_optional_tensor(rng: Any, algo: str, compute: str) -> None:
     stack = random_stack(rng, algo, 64, [16, 16], 2)
     for name in ("input_scale", "pre_quant_scale"):
@@ -158,7 +159,7 @@ def test_a_stack_without_an_optional_tensor(rng: Any, algo: str, compute: str) -
         assert_same(prepared(stack, params, compute), expected)
 
 
-@pytest.mark.parametrize("algo, compute", STACKS)
+@each("algo, compute", STACKS)
 def test_scales_of_zero_mean_zeros_of_their_expert(rng: Any, algo: str, compute: str) -> None:
     stack = random_stack(rng, algo, 256, [128, 24], 4)
     for e in (1, 3):
@@ -186,14 +187,14 @@ def assert_refused_as_alone(stack: Stack, expert: int, compute: str) -> None:
     assert all((value.view(np.uint8) == 0x5A).all() for value in out.values())
 
 
-@pytest.mark.parametrize("algo, compute", STACKS)
+@each("algo, compute", STACKS)
 def test_a_lost_scale_is_named_with_its_expert(rng: Any, algo: str, compute: str) -> None:
     stack = random_stack(rng, algo, 128, [128, 40], 4)
     with_a_lost_scale(rng, stack.experts[2])
     assert_refused_as_alone(stack, 2, compute)
 
 
-@pytest.mark.parametrize("algo, compute", STACKS)
+@each("algo, compute", STACKS)
 def test_a_bad_code_is_named_with_its_expert(rng: Any, algo: str, compute: str) -> None:
     stack = random_stack(rng, algo, 128, [30, 70], 5)
     name = "weight_scale" if "NVFP4" in algo else "weight"
@@ -203,8 +204,8 @@ def test_a_bad_code_is_named_with_its_expert(rng: Any, algo: str, compute: str) 
     assert_refused_as_alone(stack, 3, compute)
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("algo, compute", STACKS)
+@each("bad", [-1.0, float("nan"), float("inf")])
+@each("algo, compute", STACKS)
 def test_a_bad_scale_is_named_with_its_expert(rng: Any, algo: str, compute: str, bad: float) -> None:
     for name in ("weight_scale_2" if "NVFP4" in algo else "weight_scale", "input_scale"):
         stack = random_stack(rng, algo, 128, [30, 70], 3)

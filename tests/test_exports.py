@@ -19,6 +19,8 @@ import moqext
 from moqext import reference
 from moqext.verify import select_weights, verify_checkpoint
 
+from .work import each
+
 EXPORTS = Path(__file__).parent / "data" / "exports"
 VERSIONS = json.loads((EXPORTS / "versions.json").read_text())["cases"]
 CASES = sorted(VERSIONS)
@@ -202,7 +204,7 @@ def compressed_blocks(weight):
 
 
 def derived(case, module, algo):
-    """What the exporter should have written, from the bf16 weight."""
+    """Computes what the exporter should have written, from the bf16 weight."""
     weight = original(case)[weights(case)[module]]
     if case == "fp8_pb_real":
         return compressed_blocks(weight)
@@ -251,7 +253,7 @@ def test_every_case_has_an_expectation():
     assert {path.name for path in EXPORTS.iterdir() if path.is_dir()} == set(CASES)
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_expectation_agrees_with_the_producers_quantizers(case):
     """The producer was asked for each module's format before the export; a container of experts is one."""
     told = {}
@@ -266,7 +268,7 @@ def test_expectation_agrees_with_the_producers_quantizers(case):
     assert wanted == told
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_files_hold_what_is_expected(case):
     """Exactly the expected modules are stored with scales; the rest is the bf16 original, bit for bit."""
     checkpoint = export(case)
@@ -277,7 +279,7 @@ def test_files_hold_what_is_expected(case):
             np.testing.assert_array_equal(reference.as_float32(checkpoint.tensor(name)), tensor, err_msg=name)
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_codes_and_scales_follow_from_the_original(case):
     for module, algo in quantized(case).items():
         for role, tensor in derived(case, module, algo).items():
@@ -287,7 +289,7 @@ def test_codes_and_scales_follow_from_the_original(case):
             np.testing.assert_array_equal(bits(got), bits(tensor), err_msg=f"{module} {role}")
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_dequantized_is_the_original_within_a_step(case):
     for module, algo in quantized(case).items():
         weight, params = original(case)[weights(case)[module]], stored(case, module)
@@ -298,7 +300,7 @@ def test_dequantized_is_the_original_within_a_step(case):
         assert excess.max() <= 0, f"{module} ({algo}): {excess.max()} beyond the step at {worst}"
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_input_scales(case):
     """Positive and finite wherever the format calibrates its activations and a calibration was run."""
     calibrated = not case.endswith("_uncalibrated")
@@ -311,7 +313,7 @@ def test_input_scales(case):
             assert 0 < float(scale.reshape(-1)[0]) < np.inf
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_kv_scales(case):
     names = [
         name for name in export(case).tensors if name.endswith((".k_scale", ".v_scale", ".k_bias", ".v_bias"))
@@ -323,9 +325,9 @@ def test_kv_scales(case):
     assert set(names) == wanted
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_configuration(case):
-    """Both files agree, and every module resolves to what the recipe made it."""
+    """The two files agree, and every module resolves to what the recipe made it."""
     expected, config = EXPECTED[case], export(case).config
     assert (config.quant_algo, config.kv_cache_quant_algo) == (expected.quant_algo, expected.kv)
     assert config.conflicts == ()
@@ -336,7 +338,7 @@ def test_configuration(case):
             assert config.layer_algo(module) == expected_algo(case, module), module
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_records(case):
     """Configuration and tensors, looked at apart, agree on each layer; shapes are those of the bf16 model."""
     found = {}
@@ -351,12 +353,12 @@ def test_records(case):
         assert part.shape == ((shape[0], shape[2], shape[1]) if len(shape) == 3 else shape)
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_findings(case):
     assert {(p.code, p.layer) for p in export(case).problems} == FINDINGS.get(case, set())
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_dequantize(case):
     """The native result is the reference's, bit for bit; stacked experts come as (experts, out, in)."""
     for module, algo in quantized(case).items():
@@ -381,7 +383,7 @@ def verified(case, tokens, **options):
     return list(verify_checkpoint(checkpoint, select_weights(checkpoint), seed, tokens=tokens, **options))
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_verify(case):
     """Linears and experts of a runnable algorithm are within the limits; all else is read, none left out."""
     layers = export(case).layers()

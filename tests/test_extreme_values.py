@@ -11,12 +11,13 @@ from moqext import LinearMethod, ops, reference, scalars, set_num_threads
 
 from .extreme_cases import EXTREMES, TOO_SMALL, as_dtype, assert_as_reference, make_extreme, with_input_scale
 from .linear_cases import COMPUTES, LIMITS, random_case, random_part, random_x
+from .work import each
 
 FOLDED = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8")
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("tokens", [(1, 4), (5, 20, 40)])
+@each("tokens", [(1, 4), (5, 20, 40)])
 @pytest.mark.parametrize("algo, compute", COMPUTES)
 @pytest.mark.parametrize("name", EXTREMES)
 def test_every_kernel_gives_what_the_reference_gives(rng, monkeypatch, name, algo, compute, tokens):
@@ -45,8 +46,8 @@ def rounding_of_factors(params):
     return 2.0**-150 / factors[factors > 0].min(initial=1.0)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["the least input_scale", "subnormal values, huge weights"])
+@each("threads", [1, 2])
+@each("name", ["the least input_scale", "subnormal values, huge weights"])
 @pytest.mark.parametrize("algo, compute", COMPUTES)
 def test_threads_that_flush_subnormal_numbers_give_the_same_bits(rng, name, algo, compute, threads):
     """`torch.set_flush_denormal` is a mode of the processor, in which a subnormal scale would be a zero."""
@@ -69,10 +70,10 @@ def test_threads_that_flush_subnormal_numbers_give_the_same_bits(rng, name, algo
         assert np.asarray(plain).tobytes() == np.asarray(flushed).tobytes()
 
 
-@pytest.mark.parametrize("scale", TOO_SMALL)
-@pytest.mark.parametrize("algo, compute", [("FP8", "exact"), ("NVFP4", "exact"), ("NVFP4", "fp4")])
+@each("scale", TOO_SMALL)
+@each("algo, compute", [("FP8", "exact"), ("NVFP4", "exact"), ("NVFP4", "fp4")])
 def test_an_input_scale_without_a_reciprocal_is_refused(rng, algo, compute, scale):
-    """Such a scale made NaN of zeros: 0 times the reciprocal, which is infinite."""
+    """A scale that small made NaN of zeros: 0 times the reciprocal, which is infinite."""
     case = random_case(rng, algo, 64, [8, 8])
     case.parts[1]["input_scale"] = np.array(np.float32(scale))
     with pytest.raises(ValueError, match=r"^input_scale: expected a value above 2.93874e-39, .* at index 1$"):
@@ -113,7 +114,7 @@ def test_requantizing_to_a_scale_without_a_reciprocal_is_refused():
 @pytest.mark.parametrize("algo, compute", [(algo, "fp8") for algo in FOLDED])
 @pytest.mark.parametrize("scale", [2.0**125, 3e38])
 def test_a_second_scale_that_folding_cannot_multiply_is_refused(rng, algo, compute, scale):
-    """Its product with the power of two of a row would be infinite, and outputs NaN."""
+    """The scale's product with the power of two of a row would be infinite, and outputs NaN."""
     part = random_part(rng, algo, 16, 64) | {"weight_scale_2": np.array(np.float32(scale))}
     method = LinearMethod(algo, 64, [16], compute=compute)
     with pytest.raises(ValueError, match=r"^weight_scale_2: expected at most 2.12676e\+37, .* at index 0$"):

@@ -2,9 +2,8 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -30,14 +29,37 @@ def name(path):
     return str(path.relative_to(ROOT))
 
 
+@cache
+def read(path):
+    return path.read_text()
+
+
+@cache
+def code_of(path):
+    """A C file without its comments."""
+    return re.sub(r"/\*.*?\*/", "", read(path), flags=re.DOTALL)
+
+
+def includes(path):
+    return [header for _, header in INCLUDE.findall(read(path))]
+
+
+def offenders(paths, find):
+    """Finds per file what `find` lists, by the file's name; a file without any is left out."""
+    return {name(path): found for path in paths if (found := list(find(path)))}
+
+
+@cache
 def imports(path):
     """Every dotted module name that a Python file imports, at any depth; `from a import b` gives a.b."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    found = []
+    for node in ast.walk(ast.parse(read(path), str(path))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            found += [f"{base}.{alias.name}" for alias in node.names]
+    return found
 
 
 def forbidden_includes(floor, text):
@@ -80,10 +102,8 @@ def test_the_checks_see_violations():
     assert list(mutable_statics("static const char *const NAMES[] = {")) == []
 
 
-@pytest.mark.parametrize("path", C_FILES, ids=name)
-def test_includes_point_down(path):
-    floor = path.relative_to(CSRC).parts[0]
-    assert list(forbidden_includes(floor, path.read_text())) == []
+def test_includes_point_down():
+    assert offenders(C_FILES, lambda p: forbidden_includes(p.relative_to(CSRC).parts[0], read(p))) == {}
 
 
 NEUTRAL = [  # what every operation uses; core/linear.h has the types of parameters and devices
@@ -96,11 +116,12 @@ NEUTRAL = [  # what every operation uses; core/linear.h has the types of paramet
 ]
 
 
-@pytest.mark.parametrize("path", NEUTRAL, ids=name)
-def test_the_rules_and_the_path_of_a_call_know_no_operation(path):
-    text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
-    assert re.findall(r"\bmoq_linear_\w+|\bMOQ_LINEAR\b", text) == []
-    assert {header for _, header in INCLUDE.findall(text) if "linear" in header} <= {"core/linear.h"}
+def test_the_rules_and_the_path_of_a_call_know_no_operation():
+    def of_linears(path):
+        yield from re.findall(r"\bmoq_linear_\w+|\bMOQ_LINEAR\b", code_of(path))
+        yield from (header for header in includes(path) if "linear" in header and header != "core/linear.h")
+
+    assert offenders(NEUTRAL, of_linears) == {}
 
 
 ROOMS = {  # of csrc/cuda: the rooms that a file of each may include from, besides its own
@@ -120,21 +141,27 @@ def room_of(path):
     return parts[1] if len(parts) > 2 else None
 
 
-@pytest.mark.parametrize("path", [path for path in CUDA_FILES if room_of(path.relative_to(CSRC))], ids=name)
-def test_rooms_of_cuda_use_the_rooms_below(path):
-    room = room_of(path.relative_to(CSRC))
-    headers = [header for _, header in INCLUDE.findall(path.read_text()) if header.startswith("cuda/")]
-    assert {room_of(header) for header in headers} - {room, None} <= ROOMS[room]
-    assert [header for header in headers if not room_of(header) and header != "cuda/cuda.h"] == []
+def test_rooms_of_cuda_use_the_rooms_below():
+    def of_other_rooms(path):
+        room = room_of(path.relative_to(CSRC))
+        for header in includes(path):
+            in_rooms = header.startswith("cuda/") and header != "cuda/cuda.h"
+            if in_rooms and room_of(header) not in ROOMS[room] | {room}:
+                yield header
+
+    assert offenders([path for path in CUDA_FILES if room_of(path.relative_to(CSRC))], of_other_rooms) == {}
 
 
 def test_choices_are_made_without_cuda():
     """csrc/cuda/choice is plain C in every build: no kernel, no header of CUDA, none that includes one."""
     files = [path for path in CUDA_FILES if room_of(path.relative_to(CSRC)) == "choice"]
     assert {path.suffix for path in files} == {".c", ".h"}
-    for path in files:
-        headers = [header for bracket, header in INCLUDE.findall(path.read_text()) if bracket == '"']
-        assert [header for header in headers if not header.startswith(("core/", "cuda/choice/"))] == []
+
+    def of_other_places(path):
+        own = [header for bracket, header in INCLUDE.findall(read(path)) if bracket == '"']
+        return [header for header in own if not header.startswith(("core/", "cuda/choice/"))]
+
+    assert offenders(files, of_other_places) == {}
 
 
 SEARCH = re.compile(  # what compares ways, as csrc/cuda/choice names it
@@ -175,20 +202,17 @@ def test_names_of_searches_are_those_of_the_choice():
     assert [function for function in declared if not SEARCH.fullmatch(function)] == []
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in CUDA_FILES if room_of(path.relative_to(CSRC)) != "choice"], ids=name
-)
-def test_kernels_are_handed_their_way(path):
+def test_kernels_are_handed_their_way():
     """Found by the plan, it was looked for twice more in each call: for the workspace, and for the launch."""
-    if path.name != "absent.c":
-        assert searches(path.read_text()) == []
+    files = [path for path in CUDA_FILES if room_of(path.relative_to(CSRC)) != "choice"]
+    assert offenders([path for path in files if path.name != "absent.c"], lambda p: searches(read(p))) == {}
 
 
 KERNEL_FILES = [  # what nvcc alone compiles of kernels; their other headers are C, with names of moq_
     path
     for path in CUDA_FILES
     if room_of(path.relative_to(CSRC)) in {"device", "tensor", "linear"}
-    and not (path.suffix == ".h" and "__cplusplus" in path.read_text())
+    and not (path.suffix == ".h" and "__cplusplus" in read(path))
 ]
 
 
@@ -260,7 +284,7 @@ def test_the_names_of_kernels_are_seen():
 def test_the_names_of_kernels_stand_in_namespaces_once():
     places = {}
     for path in KERNEL_FILES:
-        for where in set(names_with_linkage(path.read_text())):
+        for where in set(names_with_linkage(read(path))):
             places.setdefault(where, []).append(name(path))
     assert [where for where in places if not where[0].startswith("moq")] == []
     assert {where: files for where, files in places.items() if len(files) > 1} == {}
@@ -269,11 +293,12 @@ def test_the_names_of_kernels_stand_in_namespaces_once():
 
 def test_includes_stand_before_all_else():
     """An include in the middle of a file lets the header take names of it, and not say what it needs."""
-    for path in CUDA_FILES:
-        text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
-        before = text[: text.rindex("#include")] if "#include" in text else ""
-        code = [line for line in before.splitlines() if line and not re.match(r"#|extern \"C\" \{", line)]
-        assert code == [], name(path)
+
+    def code_before(path):
+        before = code_of(path).rpartition("#include")[0]
+        return [line for line in before.splitlines() if line and not re.match(r"#|extern \"C\" \{", line)]
+
+    assert offenders(CUDA_FILES, code_before) == {}
 
 
 OWN_FILES = [path for path in C_FILES if "third_party" not in path.parts]
@@ -290,40 +315,35 @@ def test_file_names_are_unique():
     assert {stem for stem, where in folders.items() if len(where) > 1} == set()
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*OWN_FILES, *(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"],
-    ids=name,
-)
-def test_files_that_are_named_exist(path):
-    known = {file.name for file in [*C_FILES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
-    known |= FOREIGN
-    text = INCLUDE.sub("", path.read_text())
-    named = re.findall(r"[\w/-]+\.(?:cuh|cu|md|c|h)\b", text)
-    assert {file.split("/")[-1] for file in named} - known == set()
-    assert [file for file in named if file.startswith("docs/") and not (ROOT / file).is_file()] == []
+PAGES = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 
 
-@pytest.mark.parametrize("path", OWN_FILES, ids=name)
-def test_c_file_is_short(path):
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+def test_files_that_are_named_exist():
+    known = {file.name for file in [*C_FILES, *PAGES]} | FOREIGN
+
+    def missing(path):
+        for file in re.findall(r"[\w/-]+\.(?:cuh|cu|md|c|h)\b", INCLUDE.sub("", read(path))):
+            if file.split("/")[-1] not in known or (file.startswith("docs/") and not (ROOT / file).is_file()):
+                yield file
+
+    named = [*OWN_FILES, *(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"]
+    assert offenders(named, missing) == {}
 
 
-@pytest.mark.parametrize("path", [*PYTHON_FILES, *FRAMEWORK_FILES, ROOT / "setup.py"], ids=name)
-def test_python_file_is_short(path):
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+def test_files_are_short():
+    files = [*OWN_FILES, *PYTHON_FILES, *FRAMEWORK_FILES, ROOT / "setup.py"]
+    lines = {name(path): len(read(path).splitlines()) for path in files}
+    assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=name)
-def test_the_package_imports_no_framework(path):
-    roots = {module.split(".")[0] for module in imports(path)}
-    assert roots & FRAMEWORKS == set()
+def test_the_package_imports_no_framework_and_nothing_above_it():
+    def refused(path):
+        for module in imports(path):
+            root = module.split(".")[0]
+            if root in FRAMEWORKS or (root.startswith("moqext_") and path.name != "_C.pyi"):
+                yield module
 
-
-@pytest.mark.parametrize("path", [p for p in PYTHON_FILES if p.name != "_C.pyi"], ids=name)
-def test_the_package_does_not_import_what_is_above_it(path):
-    roots = {module.split(".")[0] for module in imports(path)}
-    assert not any(root.startswith("moqext_") for root in roots)
+    assert offenders(PYTHON_FILES, refused) == {}
 
 
 def test_reference_is_independent():
@@ -331,17 +351,18 @@ def test_reference_is_independent():
     files = [
         path for path in PYTHON_FILES if path.relative_to(ROOT / "moqext").parts[0].startswith("reference")
     ]
-    for path in files:
-        own = {
-            m for m in imports(path) if m.split(".")[0] == "moqext" and not m.startswith("moqext.reference")
-        }
-        assert own == set(), name(path)
+
+    def of_the_rest(path):
+        own = [module for module in imports(path) if module.split(".")[0] == "moqext"]
+        return [module for module in own if not module.startswith("moqext.reference")]
+
+    assert offenders(files, of_the_rest) == {}
 
 
 def test_framework_packages_use_public_names():
     """python/ never imports moqext._C, and imports frameworks lazily: not at the top of a package."""
-    for path in FRAMEWORK_FILES:
-        assert not any(module.startswith("moqext._C") for module in imports(path)), name(path)
+    private = lambda p: [module for module in imports(p) if module.startswith("moqext._C")]  # noqa: E731
+    assert offenders(FRAMEWORK_FILES, private) == {}
 
 
 PROCESS_WIDE = {
@@ -363,12 +384,16 @@ STATE_OF_THE_DRIVER = {  # what CUDA keeps for the process, remembered for it: t
 }
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in C_FILES if "third_party" not in p.parts and name(p) not in PROCESS_WIDE], ids=name
-)
-def test_no_mutable_statics(path):
+def test_no_mutable_statics():
     """State lives in the module and in its objects, but for the tables that CPython wants to be static."""
     tables = re.compile(r"PyMethodDef|PyModuleDef|PyType_Slot|PyType_Spec|PyMemberDef|PyGetSetDef")
-    found = [text for text in mutable_statics(path.read_text()) if not tables.search(text)]
-    allowed = STATE_OF_THE_DRIVER.get(name(path), set())
-    assert {text.split()[-1].lstrip("*") for text in found} == allowed
+
+    def variables(path):
+        found = [text for text in mutable_statics(read(path)) if not tables.search(text)]
+        return {text.split()[-1].lstrip("*") for text in found}
+
+    assert {
+        path: set(found)
+        for path, found in offenders(OWN_FILES, variables).items()
+        if path not in PROCESS_WIDE
+    } == STATE_OF_THE_DRIVER

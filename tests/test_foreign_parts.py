@@ -31,7 +31,7 @@ def run(directory: Path, *command: str) -> int:
 
 
 def converts(directory: Path, name: str, expected: np.ndarray) -> None:
-    """What `convert` writes of a weight is what is expected, rounded to bfloat16."""
+    """Checks that `convert` writes the expected weight, rounded to bfloat16."""
     with Checkpoint(directory) as source:
         source.convert(directory.with_name("out"))
     with Checkpoint(directory.with_name("out")) as plain:

@@ -18,6 +18,8 @@ from moqext import hub
 from moqext.__main__ import main
 from moqext.tensor_header import read_header
 
+from .work import HANGS
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 needs_library = pytest.mark.skipif(not hub.is_installed(), reason="needs huggingface_hub")
 
@@ -136,7 +138,7 @@ def run(server, tmp_path):
             command,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANGS,
             cwd=tmp_path / "work",
             env=environment,
             check=False,

@@ -76,7 +76,7 @@ def test_a_build_for_free_threaded_python_stops_with_the_reason() -> None:
 
 
 def test_importing_in_free_threaded_python_gives_the_reason() -> None:
-    # Such a Python does not see the abi3 library; here nothing but its suffix is hidden.
+    # A Python without abi3 does not see the library; here nothing but the suffix is hidden.
     code = FREE_THREADED + (
         "import importlib.machinery as m\n"
         "m.EXTENSION_SUFFIXES[:] = ['.cpython-313t-x86_64-linux-gnu.so']\n"

@@ -5,6 +5,8 @@ import pytest
 
 from moqext import KVCacheMethod, UnsupportedQuantization
 
+from .work import each
+
 
 def scalar(value, shape=()):
     return np.full(shape, value, np.float32)
@@ -48,9 +50,9 @@ def test_a_cache_that_is_not_quantized_has_no_scale():
     assert KVCacheMethod(None).prepare({"k_scale": 0.5, "v_scale": 0.5}) == (1.0, 1.0, 1.0, False, ())
 
 
-@pytest.mark.parametrize("algo", [None, "FP8", "NVFP4"])
-@pytest.mark.parametrize("name", ["k_scale", "v_scale", "q_scale"])
-@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])
+@each("algo", [None, "FP8", "NVFP4"])
+@each("name", ["k_scale", "v_scale", "q_scale"])
+@each("value", [0.0, -1.0, np.nan, np.inf])
 def test_impossible_scales_are_refused(algo, name, value):
     with pytest.raises(ValueError, match=f"{name}: expected a positive finite value"):
         KVCacheMethod(algo).prepare({name: scalar(value)})
@@ -100,8 +102,8 @@ def test_names_of_formats():
         KVCacheMethod(8)
 
 
-@pytest.mark.parametrize("value", [1e-300, 1e-45, 2.0**-128, 1e39])
-@pytest.mark.parametrize("name", ["k_scale", "v_scale", "q_scale"])
+@each("value", [1e-300, 1e-45, 2.0**-128, 1e39])
+@each("name", ["k_scale", "v_scale", "q_scale"])
 def test_a_scale_without_a_reciprocal_in_float32_is_refused(name, value):
     with pytest.raises(
         ValueError, match=rf"^{name}: expected a float32 whose reciprocal is one, above 2.939e-39"

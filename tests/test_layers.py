@@ -17,9 +17,11 @@ from moqext.layers import find_layers
 from moqext.naming import parse_expert_name, parse_tensor_name
 from moqext.stored import recognise
 
+from .work import each
+
 DATA = Path(__file__).parent / "data"
 
-# What is in each: quantized layers by kind, attention modules with cache scales, and every problem. Formats
+# Contents of each: quantized layers by kind, attention modules with cache scales, and every problem. Formats
 # are those that the names of the cases and the presets in versions.json say; counts are those of the models.
 EXPECTED: dict[str, tuple[str, int, dict[str, int]]] = {
     "checkpoints/llama_fp8_kvfp8": ("linear x7 FP8", 1, {}),
@@ -150,7 +152,7 @@ def codes(findings):
     return Counter(problem.code for problem in findings.all_problems())
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@each("name", EXPECTED)
 def test_genuine(name):
     layers, caches, problems = EXPECTED[name]
     findings = findings_of(name)
@@ -175,7 +177,7 @@ def test_nothing_genuine_is_left_out():
     assert directories | manifests == set(EXPECTED)
 
 
-@pytest.mark.parametrize("name", [name for name in EXPECTED if name.startswith("manifests/")])
+@each("name", [name for name in EXPECTED if name.startswith("manifests/")])
 def test_both_configurations_find_the_same(name):
     """config.json and hf_quant_config.json of one export lead to the same records."""
     tensors, document = manifest(name)
@@ -209,7 +211,7 @@ def module_of(name):
     return name.replace("embeddings", "embed_tokens")
 
 
-@pytest.mark.parametrize("case", VERSIONS)
+@each("case", VERSIONS)
 def test_formats_are_those_of_the_producer(case):
     """The producer told each module's format from its own quantizers, before anything was written."""
     told = {module_of(name): FORMATS[algo] for name, algo in VERSIONS[case]["layers"].items()}
@@ -217,7 +219,7 @@ def test_formats_are_those_of_the_producer(case):
     assert found == told
 
 
-@pytest.mark.parametrize("name", [name for name in EXPECTED if not name.startswith("manifests/")])
+@each("name", [name for name in EXPECTED if not name.startswith("manifests/")])
 def test_every_tensor_has_one_place(name):
     """Each tensor that is not plain bf16 belongs to exactly one record, and the sizes are theirs."""
     with moqext.Checkpoint(DATA / name) as checkpoint:
@@ -285,7 +287,7 @@ def test_stacked_experts(data, case, axis):
 E, H, W = 4, 96, 64  # experts, hidden size, expert width
 
 
-@pytest.mark.parametrize(
+@each(
     "algo, gate_up, scale, axis, group",
     [
         ("NVFP4", ("U8", (E, H // 2, 2 * W)), ("F8_E4M3", (E, H // 16, 2 * W)), "in", 16),

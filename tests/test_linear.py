@@ -23,6 +23,7 @@ from .linear_cases import (
     with_a_lost_scale,
     with_a_zero_part,
 )
+from .work import each
 
 
 def run(case, x, dtype, compute="exact", bias=None, fused=False):
@@ -33,8 +34,8 @@ def run(case, x, dtype, compute="exact", bias=None, fused=False):
     return out
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("algo, compute", COMPUTES)
+@each("dtype", ["bfloat16", "float16", "float32"])
+@each("algo, compute", COMPUTES)
 def test_matches_reference(rng, algo, compute, dtype):
     case = random_case(rng, algo, 288, [33, 130, 7])
     x = random_x(rng, (37, 288), dtype)  # more rows than one panel
@@ -97,8 +98,8 @@ def test_zero_activations_give_the_bias(rng, algo):
     np.testing.assert_array_equal(y, np.tile(bias, (4, 1)))
 
 
-@pytest.mark.parametrize("algo", ALGOS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@each("algo", ALGOS)
+@each("dtype", ["bfloat16", "float32"])
 def test_bias_is_added_before_the_rounding(rng, algo, dtype):
     case = random_case(rng, algo, 64, [16, 8])
     x = random_x(rng, (5, 64), dtype)
@@ -151,9 +152,9 @@ def test_nan_in_x_stays_in_its_row(rng):
         assert np.isfinite(y[[0, 2]]).all(), algo
 
 
-@pytest.mark.parametrize("algo, compute", COMPUTES)
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("input_scale", [True, False])
+@each("algo, compute", COMPUTES)
+@each("value", [np.inf, -np.inf, np.nan])
+@each("input_scale", [True, False])
 def test_infinite_activations_give_what_the_reference_gives(rng, algo, compute, value, input_scale):
     """An infinity under a scale found at run time has a NaN code beside codes of zero; its row is NaN."""
     case = random_case(rng, algo, 256, [20, 12], input_scale=input_scale)
@@ -189,7 +190,7 @@ def test_a_scale_of_zero_over_codes_is_lost(rng, algo, compute):
     [("FP8", "exact"), ("NVFP4", "exact"), ("NVFP4", "fp8"), ("NVFP4", "fp4"), ("W4A16_NVFP4", "exact")],
 )
 def test_scale_of_zero_means_a_zero_weight(rng, algo, compute):
-    """What a producer writes for an all-zero layer: scale 0 beside codes, or block scales, that are NaN."""
+    """Producers give an all-zero layer the scale 0, beside codes or block scales that are NaN."""
     case = random_case(rng, algo, 64, [8, 12])
     zero = case.parts[1]
     zero["weight"][:] = 0xFF if algo == "FP8" else 0x77

@@ -12,6 +12,7 @@ import pytest
 from moqext import LinearMethod, ops
 
 from .linear_cases import random_case, random_x, smoothed
+from .work import each
 
 # Tensors that a checkpoint of the algorithm may lack and a call reads: algo, compute, name.
 OPTIONAL = [
@@ -161,8 +162,8 @@ def test_one_tensor_given_for_two_outputs_is_refused(rng):
 # --- a call with parameters of another layer
 
 
-@pytest.mark.parametrize("kind", [dict, Pairs])
-@pytest.mark.parametrize(
+@each("kind", [dict, Pairs])
+@each(
     "prepared_as, run_as, name",
     [
         (("NVFP4_AWQ", "exact"), ("NVFP4", "exact"), "pre_quant_scale"),
@@ -211,14 +212,14 @@ def test_none_is_as_good_as_no_entry(rng):
 
 
 def test_tensors_of_a_checkpoint_are_no_prepared_ones(rng):
-    """What somebody passes who has not called `prepare`."""
+    """Parameters of somebody who has not called `prepare`."""
     case = case_of(rng, "FP8")
     with pytest.raises(ValueError, match=r"'weight_scale' is no .*; pass what prepare\(\) returned$"):
         case.method(dtype="float32")(random_x(rng, (2, 64), "float32"), case.fused())
 
 
 class Unsized:
-    """What passes for a mapping and does not say how long it is."""
+    """Passes for a mapping and does not say how long it is."""
 
     def __init__(self, pairs):
         self._pairs = pairs

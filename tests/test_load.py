@@ -9,6 +9,7 @@ import pytest
 from moqext import Checkpoint, CheckpointError, UnsupportedQuantization, reference
 
 from .linear_cases import assert_close, random_x
+from .work import each
 
 QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
 RUNNABLE = (
@@ -31,8 +32,8 @@ def expected(checkpoint, names, x):
     return np.concatenate(outputs, axis=-1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("case", RUNNABLE)
+@each("dtype", ["bfloat16", "float16", "float32"])
+@each("case", RUNNABLE)
 def test_fused_qkv_equals_the_three_layers(data, rng, case, dtype):
     with Checkpoint(data / "checkpoints" / case) as checkpoint:
         layer = checkpoint.load(QKV, dtype=dtype)

@@ -106,7 +106,7 @@ def original_experts(case: str) -> tuple[list[Any], Any]:
 
 
 def of_the_original(case: str, layer: ExpertLayer, x: Any, weights: Any, ids: Any) -> np.ndarray:
-    """What the layer of the bf16 model computes, in float64 and nothing quantized."""
+    """Computes the layer of the bf16 model, in float64 and nothing quantized."""
     experts, biases = original_experts(case)
     method = layer.method
     y = np.zeros(x.shape)
@@ -336,7 +336,7 @@ def test_wrong_numbers_of_experts(experts: list[int]) -> None:
         loaded(DATA / "checkpoints" / "qwen3moe_fp8", experts=experts)
 
 
-# What config.json says, and the caller
+# Options: config.json's word, and the caller's
 
 
 def test_the_caller_says_what_config_json_does_not(rng: Any, tmp_path: Path) -> None:
@@ -581,7 +581,7 @@ def test_stacks_of_several_blocks_say_what_one_block_is(rng: Any, tmp_path: Path
 
 
 def test_second_scales_of_halves_before_experts_are_refused(rng: Any, tmp_path: Path) -> None:
-    """As many values as there should be, in another order."""
+    """Scales have as many values as there should be, in another order."""
     stacks = random_stacks(rng, "NVFP4", 3, 64, 32)
     tensors = stacked_experts(stacks, "NVFP4", transposed=False)
     name = f"{CONTAINER}.gate_up_proj_weight_scale_2"

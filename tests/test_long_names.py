@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 import tracemalloc
 
 import pytest
@@ -11,7 +10,7 @@ from moqext import Checkpoint, CheckpointError, ConfigError, QuantConfig
 from moqext._C import NAME_LIMIT
 from moqext.naming import is_embedding, is_number, number_order
 
-SECONDS = 20  # generous: each of these takes about two
+from .work import assert_linear
 
 
 def config(**fields):
@@ -76,16 +75,15 @@ def test_a_tensor_of_a_long_name_is_a_problem_and_the_others_are_read(tmp_path, 
             checkpoint.layer("a" * 100_000)
 
 
-MANY = 500
 DEEP = "a." * 1990
 SHAPES = {
-    "shared": [f"{DEEP}{i:06}" for i in range(MANY)],
-    "distinct": [f"{i:06}.{DEEP}x" for i in range(MANY)],
-    "fused": [f"{i:04}.{DEEP}{p}" for i in range(MANY // 3) for p in ("q_proj", "k_proj", "v_proj")],
-    "experts": [f"{i:04}.{DEEP[:3900]}experts.{i}.up_proj" for i in range(MANY)],
-    "numbers": [f"{i:04}.{'1.' * 1990}q_proj" for i in range(MANY)],
-    "embed": [f"{i:04}.{'embed' * 790}-" for i in range(MANY)],
-    "words": [f"{i:04}.{'_' * 3990}experts" for i in range(MANY)],
+    "shared": lambda i, dots: f"{'a.' * dots}{i:06}",
+    "distinct": lambda i, dots: f"{i:06}.{'a.' * dots}x",
+    "fused": lambda i, dots: f"{i // 3:04}.{'a.' * dots}{'qkv'[i % 3]}_proj",
+    "experts": lambda i, dots: f"{i:04}.{'a.' * (dots - 40)}experts.{i}.up_proj",
+    "numbers": lambda i, dots: f"{i:04}.{'1.' * dots}q_proj",
+    "embed": lambda i, dots: f"{i:04}.{'embed' * (dots * 2 // 5)}-",
+    "words": lambda i, dots: f"{i:04}.{'_' * 2 * dots}experts",
 }
 
 
@@ -94,18 +92,27 @@ SHAPES = {
 @pytest.mark.parametrize("listed", [False, True])
 def test_names_of_thousands_of_dots_take_time_and_memory_in_proportion(tmp_path, shape, listed):
     """Every prefix was kept as a text of its own, and every container above was hashed from its start."""
-    names = SHAPES[shape]
-    write(tmp_path, names, names if listed else ())
+
+    def find(dots, count=30):
+        names = [SHAPES[shape](i, dots) for i in range(count)]
+        directory = tmp_path / f"{count} of {dots}"
+        directory.mkdir()
+        write(directory, names, names if listed else ())
+
+        def work():
+            with Checkpoint(directory) as checkpoint:
+                layers = checkpoint.findings().layers
+            assert sum(len(layer.members) or 1 for layer in layers) == len(names)
+            return sum(map(len, names))
+
+        return work
+
+    assert_linear(find, 120)
     tracemalloc.start()
-    begin = time.monotonic()
-    with Checkpoint(tmp_path) as checkpoint:
-        findings = checkpoint.findings()
-    seconds = time.monotonic() - begin
+    characters = find(1990, 150)()
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert sum(len(layer.members) or 1 for layer in findings.layers) == len(names)
-    assert seconds < SECONDS
-    assert most < 12 * sum(map(len, names)) + (32 << 20)
+    assert most < 12 * characters + (32 << 20)
 
 
 def test_containers_above_a_deep_name_are_found_in_one_pass():
@@ -131,13 +138,14 @@ def test_containers_above_a_deep_name_are_found_in_one_pass():
 
 def test_configurations_of_long_entries_are_linear():
     """Each container in an entry was filed under its whole name."""
-    entries = [f"{'experts.' * 2000}{i}" for i in range(2000)]
-    begin = time.monotonic()
-    read = config(exclude_modules=entries)
-    mixed(entries)
-    assert time.monotonic() - begin < SECONDS
+
+    def read(dots):
+        entries = [f"{'experts.' * dots}{i}" for i in range(100)]
+        return lambda: (mixed(entries), config(exclude_modules=entries))[1]
+
     with pytest.raises(ConfigError, match="excludes part of"):
-        read.is_excluded("experts")
+        read(2000)().is_excluded("experts")
+    assert_linear(read, 120)
 
 
 @pytest.mark.parametrize("offset", range(4))

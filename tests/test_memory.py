@@ -1,8 +1,10 @@
-"""What the KV cache takes, against what the models' own pages say of a token."""
+"""Memory of the KV cache, against what the models' own pages say of a token."""
 
 import pytest
 
 from moqext.memory import CachePart, cache_bytes, cache_parts
+
+from .work import each
 
 LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 
@@ -48,8 +50,8 @@ def test_hybrids_and_text_parts():
     assert cache_parts(hybrid, None) == (CachePart(2, 4096, None),)
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
-@pytest.mark.parametrize("value", [None, "32", 0, -1, True, 2**80])
+@each("key", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
+@each("value", [None, "32", 0, -1, True, 2**80])
 def test_what_config_does_not_tell_is_not_guessed(key, value):
     config = {name: number for name, number in LLAMA_8B.items() if name != "num_key_value_heads"}
     assert cache_parts(config | {key: value}, None) == ()

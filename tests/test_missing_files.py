@@ -44,7 +44,7 @@ def lost(data: Path, tmp_path: Path) -> Callable[[str], Checkpoint]:
 
 @pytest.mark.parametrize("ask", [Checkpoint.load, Checkpoint.dequantize, Checkpoint.layer])
 def test_a_layer_in_a_missing_file_names_that_file(half: Path, ask: Callable[..., object]) -> None:
-    """Another layer was suggested, of the same name but for its number."""
+    """A layer was suggested whose name differs by its number alone."""
     with Checkpoint(half) as ckpt, pytest.raises(CheckpointError) as caught:
         ask(ckpt, LAYER)
     assert caught.value.file == half / THIRD

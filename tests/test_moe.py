@@ -20,11 +20,12 @@ from .moe_cases import (
     random_routing,
     random_stacks,
 )
+from .work import each
 
 
 @pytest.fixture(scope="session")
 def device():
-    """Where the layers of a test are; `cuda/test_moe_cuda.py` runs those that ask for it on a device."""
+    """Device of the layers of a test; `cuda/test_moe_cuda.py` runs tests that ask for it elsewhere."""
     return "cpu"
 
 
@@ -51,33 +52,31 @@ def test_routing(rng, device, kind, ids_dtype):
         check(y, method, stacks, x, weights, ids)
 
 
-@pytest.mark.parametrize("bias", [None, "float32", "bfloat16"])
-@pytest.mark.parametrize("interleaved", [False, True])
+ACTIVATIONS = [
+    ("silu", True, {}),
+    ("silu", True, {"limit": 0.75}),
+    ("silu", True, {"alpha": 1.3, "beta": 0.5, "limit": 2.0}),
+    ("silu", False, {}),
+    ("gelu", True, {}),
+    ("gelu", False, {}),
+    ("gelu_tanh", True, {}),
+    ("gelu_tanh", False, {}),
+    ("relu2", True, {}),
+    ("relu2", False, {}),
+    ("swigluoai", True, {}),
+    ("swigluoai", True, {"limit": 1.0}),
+]
+GATED = [activation for activation in ACTIVATIONS if activation[1]]
+
+
 @pytest.mark.parametrize(
-    "activation, gated, numbers",
-    [
-        ("silu", True, {}),
-        ("silu", True, {"limit": 0.75}),
-        ("silu", True, {"alpha": 1.3, "beta": 0.5, "limit": 2.0}),
-        ("silu", False, {}),
-        ("gelu", True, {}),
-        ("gelu", False, {}),
-        ("gelu_tanh", True, {}),
-        ("gelu_tanh", False, {}),
-        ("relu2", True, {}),
-        ("relu2", False, {}),
-        ("swigluoai", True, {}),
-        ("swigluoai", True, {"limit": 1.0}),
-    ],
+    "activation, gated, numbers, interleaved, bias",
+    [(*activation, False, "float32") for activation in ACTIVATIONS]
+    + [(*activation, True, "bfloat16") for activation in GATED]
+    + [("silu", True, {}, True, None), ("silu", True, {}, False, None), ("gelu", False, {}, False, None)],
 )
 @pytest.mark.parametrize("algo", ["NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"])
 def test_activations(rng, device, algo, activation, gated, numbers, interleaved, bias):
-    if interleaved and not gated:
-        with pytest.raises(ValueError, match="interleaved: rows of gate and up cannot take turns"):
-            MoEMethod(
-                algo, 3, 64, 32, top_k=2, gated=False, activation=activation, interleaved=True, device=device
-            )
-        return
     method = MoEMethod(
         algo,
         3,
@@ -95,6 +94,11 @@ def test_activations(rng, device, algo, activation, gated, numbers, interleaved,
     weights, ids = random_routing(rng, 11, 2, 3)
     y = call(method, stacks, x, weights, ids)
     check(y, method, stacks, x, weights, ids)
+
+
+def test_rows_that_take_turns_need_a_gate(device):
+    with pytest.raises(ValueError, match="interleaved: rows of gate and up cannot take turns"):
+        MoEMethod("NVFP4", 3, 64, 32, top_k=2, gated=False, interleaved=True, device=device)
 
 
 @pytest.mark.parametrize("algo", [algo for algo in ALGOS if algo != "FP8_PB_WO"])
@@ -158,7 +162,7 @@ def test_more_slots_than_a_panel(rng, device):
 
 
 def test_chunks_of_tokens_are_as_one(rng):
-    """So many tokens that their panels go in chunks: each token has the bits that it has among few."""
+    """Thousands of tokens, whose panels go in chunks: each token has the bits that it has among few."""
     method = MoEMethod("NVFP4", 2, 4096, 32, top_k=1)
     stacks = random_stacks(rng, "NVFP4", 2, 4096, 32)
     tokens = 9000  # of 33 kB and more each
@@ -382,8 +386,8 @@ def parts_of(stacks, gated=True):
                 yield f"w3.{role}", expert, up
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("algo", ALGOS)
+@each("gated", [True, False])
+@each("algo", ALGOS)
 def test_stacks_are_filled_one_tensor_at_a_time(rng, algo, gated):
     method = MoEMethod(algo, 4, 160, 96, top_k=2, gated=gated, activation="relu2")
     stacks = random_stacks(rng, algo, 4, 160, 96, gated=gated, bias="bfloat16")
@@ -497,7 +501,7 @@ def test_gate_and_up_have_one_input(rng):
 # ---------------------------------------------------------------------------------------- prepared tensors
 
 
-@pytest.mark.parametrize("algo, compute", COMPUTES)
+@each("algo, compute", COMPUTES)
 def test_prepared_tensors_are_those_that_were_told(rng, algo, compute):
     method = MoEMethod(algo, 4, 64, 32, top_k=2, compute=compute)
     prepared = method.prepare(random_stacks(rng, algo, 4, 64, 32, bias="float32"))
@@ -557,7 +561,7 @@ def test_a_damaged_scale_is_named_with_its_stack_and_expert(rng):
 # -------------------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
+@each(
     "change, error, message",
     [
         ({"quant_algo": "FP9"}, ValueError, "quant_algo: expected one of"),

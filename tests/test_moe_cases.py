@@ -17,6 +17,7 @@ from .moe_cases import (
     random_routing,
     random_stacks,
 )
+from .work import each
 
 
 def in_float32(x, stacks, weights, ids, *, rng, **options):
@@ -83,8 +84,8 @@ def test_wrong_outputs_do_not_pass(algo, compute, rng):
     refused(layer(w=np.full_like(weights, 0.5)) * 1.01)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("algo", ALGOS)
+@each("gated", [True, False])
+@each("algo", ALGOS)
 def test_stacks_have_the_shapes_of_checkpoint_params(algo, gated, rng):
     experts, hidden, middle, parts = 3, 160, 96, 2 if gated else 1
     stacks = random_stacks(rng, algo, experts, hidden, middle, gated=gated, bias="bfloat16")

@@ -6,12 +6,13 @@ import pytest
 
 from .measured_experts import measured
 from .moe_calls import MODELS, plan
+from .work import each
 
 NVFP4, FP8 = "cuda:sm90_nvfp4_decode", "cuda:sm90_fp8_decode"
 
 
-@pytest.mark.parametrize("chip", ["9.0", "H100 SXM", "H200 SXM"])
-@pytest.mark.parametrize(
+@each("chip", ["9.0", "H100 SXM", "H200 SXM"])
+@each(
     "algo, kernel",
     [
         ("NVFP4", NVFP4),
@@ -50,10 +51,10 @@ def test_kernels_are_the_fastest_that_were_measured(chip, layer):
     ],
 )
 def test_fp8_strips_are_expected_as_measured(sizes, times):
-    """Microseconds on an H200 (docs/lab/experts-decode.md); three kernels took 9 to 80 % more."""
-    for algo, each in times.items():
+    """Microseconds of one to four tokens on an H200 (docs/lab/moe.md); three kernels took 9 to 80 % more."""
+    for algo, microseconds in times.items():
         layer = plan(algo, *sizes, chip="H200 SXM")
-        for tokens, us in enumerate(each, 1):
+        for tokens, us in enumerate(microseconds, 1):
             if us:
                 expected = next(row[2] for row in layer.estimates(tokens) if row[0] == FP8)
                 assert expected * 1e6 == pytest.approx(us, rel=0.05), (algo, tokens)
@@ -66,7 +67,7 @@ def test_more_slots_go_elsewhere():
     assert layer.backend(129) != NVFP4
 
 
-@pytest.mark.parametrize(
+@each(
     "algo, sizes, options, kernel, reason",
     [
         ("NVFP4", (8, 256, 96, 2), {}, NVFP4, "multiples of 64, got 256 and 96"),

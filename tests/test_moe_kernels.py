@@ -7,6 +7,7 @@ import pytest
 from moqext import _C, UnsupportedQuantization
 
 from .moe_cases import COMPUTES
+from .work import each
 
 CHIPS = ("8.0", "8.9", "9.0", "10.0", "12.0")
 
@@ -25,8 +26,8 @@ def product_of(algo: str, compute: str) -> str:
     return "cuda:sm80_nvfp4_fp8" if compute == "fp8" else "cuda:sm80_nvfp4"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("algo, compute", COMPUTES)
+@each("dtype", ["bfloat16", "float16"])
+@each("algo, compute", COMPUTES)
 def test_tensor_cores_do_every_compute(algo, compute, dtype):
     """Whatever is multiplied, no layer of a model is left to plain cores on any chip."""
     for chip in CHIPS:
@@ -38,14 +39,14 @@ def test_tensor_cores_do_every_compute(algo, compute, dtype):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_auto_is_exact_where_folding_gains_nothing(chip):
-    """Both multiply float16, and folding has more to do."""
+    """Exact and folded kernels multiply float16, and folding has more to do."""
     for algo in ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ"):
         layer = plan(algo, "auto", chip=chip)
         assert dict(layer.explain())["cuda:sm80_nvfp4_fp8"] is None
         assert all(layer.backend(tokens) != "cuda:sm80_nvfp4_fp8" for tokens in (1, 16, 256, 4096))
 
 
-@pytest.mark.parametrize(
+@each(
     "algo, compute, dtype, kernel, reason",
     [
         ("NVFP4", "fp8", "bfloat16", "cuda:sm80_nvfp4", "weights exactly, compute fp8 asks for another"),
@@ -63,7 +64,7 @@ def test_what_is_refused(algo, compute, dtype, kernel, reason):
     assert reason in dict(plan(algo, compute, dtype).explain())[kernel]
 
 
-@pytest.mark.parametrize("algo, compute", COMPUTES)
+@each("algo, compute", COMPUTES)
 def test_too_many_experts_are_refused_by_all(algo, compute):
     """Their slots are sorted by counts that a block holds."""
     with pytest.raises(UnsupportedQuantization, match="needs at most 1024 experts, got 1025"):

@@ -6,6 +6,7 @@ import pytest
 
 from .measured_experts import measured
 from .moe_calls import MODELS, plan
+from .work import each
 
 NVFP4, FP8, FOLDED = "cuda:sm90_nvfp4_prefill", "cuda:sm90_fp8_prefill", "cuda:sm90_nvfp4_fp8_prefill"
 FORMATS = [
@@ -17,8 +18,8 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("chip", ["9.0", "H100 SXM", "H200 SXM"])
-@pytest.mark.parametrize("algo, kernel", FORMATS)
+@each("chip", ["9.0", "H100 SXM", "H200 SXM"])
+@each("algo, kernel", FORMATS)
 def test_models(algo, kernel, chip):
     """Experts with 64 rows and more are never done otherwise."""
     for sizes in MODELS.values():
@@ -54,7 +55,7 @@ def test_auto_folds_where_that_is_faster():
     assert layer.compute_for(4096) == "fp8"
 
 
-@pytest.mark.parametrize(
+@each(
     "algo, sizes, options, kernel, reason",
     [
         ("FP8", (8, 264, 128, 2), {}, FP8, "multiple of 16"),
@@ -78,11 +79,11 @@ def test_what_is_refused(algo, sizes, options, kernel, reason):
 
 
 MEASURED = list(measured("expert_ways.txt"))
-# What the ways that are chosen take beyond the fastest: the mean, and the most.
+# Time of chosen ways beyond the fastest: the mean, and the most.
 LOSSES = {"NVFP4": (0.005, 0.04), "NVFP4,fp8": (0.001, 0.005)}
 
 
-@pytest.mark.parametrize("chip, layer", sorted({cell[:2] for cell in MEASURED}))
+@each("chip, layer", sorted({cell[:2] for cell in MEASURED}))
 def test_tiles_are_the_fastest_that_were_measured(chip, layer):
     """One fit was of one chip, and on the other took the small tiles of FP8 for 45 % more time."""
     losses = {}

@@ -19,7 +19,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where the layers of a test are; `cuda/test_moe_quantized_input_cuda.py` runs them on a device."""
+    """Device of the layers of a test; `cuda/test_moe_quantized_input_cuda.py` has another."""
     return "cpu"
 
 
@@ -48,7 +48,7 @@ def routing_with_gaps(rng: Any, tokens: int, top_k: int, experts: int) -> tuple[
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("algo, compute", CODED)
 def test_codes_give_the_bits_of_what_they_were_made_from(rng, device, algo, compute, dtype):
-    """And both are what the reference says, with biases and slots that count nothing."""
+    """Outputs of either kind are what the reference says, with biases and slots that count nothing."""
     sizes = 4, 160, 64
     coded, plain = both(algo, compute, *sizes, top_k=3, dtype=dtype, device=device)
     stacks = stacks_of(rng, algo, compute, *sizes, bias="float32")
@@ -271,7 +271,7 @@ def test_router_weights_cannot_multiply_codes(rng):
 
 
 def test_experts_share_the_largest_scale_of_w13(rng):
-    """Of "fp4", whose experts have scales of their own where they quantize by themselves; w2 keeps them."""
+    """Experts of "fp4" have scales of their own where they quantize by themselves; w2 keeps them."""
     coded, plain = both("NVFP4", "fp4", 4, 64, 32, top_k=2)
     stacks = random_stacks(rng, "NVFP4", 4, 64, 32)
     largest = np.nanmax(stacks["w13_input_scale"])

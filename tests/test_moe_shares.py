@@ -32,7 +32,7 @@ EXPERTS, HIDDEN, INNER, TOP_K, SHARES = 12, 96, 256, 4, 3
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where the layers of a test are; `cuda/test_moe_shares_cuda.py` runs them on a device."""
+    """Device of the layers of a test; `cuda/test_moe_shares_cuda.py` has another."""
     return "cpu"
 
 

@@ -1,4 +1,4 @@
-"""What compute="fp8" adds to the error of NVFP4 weights: little beside what is there, and less than W4A4."""
+"""Error that compute="fp8" adds to that of NVFP4 weights: little beside what is there, and less than W4A4."""
 
 import sys
 from pathlib import Path

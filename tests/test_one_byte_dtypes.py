@@ -8,6 +8,8 @@ import pytest
 
 from moqext import KVCacheMethod, LinearMethod, MoEMethod, ops
 
+from .work import each
+
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
 NAMES = {
@@ -94,7 +96,7 @@ TAKERS: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("taker", TAKERS)
+@each("taker", TAKERS)
 def test_a_dtype_of_one_byte_is_not_taken_for_another(taker: str) -> None:
     take, meant = TAKERS[taker]
     for dtype in NAMES:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from .work import HANGS
+
 COMMON = """
 import ctypes, os, signal, sys
 import numpy as np
 
-signal.alarm(60)  # who waits for a team that is no more ends, and the test with it
+signal.alarm(900)  # who waits for a team that is no more ends, and the test with it
 THREADS = 5
 
 def tasks():
@@ -58,7 +60,7 @@ def quantized():
 
 
 def run(code, *arguments, **environment):
-    """What the process prints; it must not inherit wishes for threads."""
+    """Runs a process and gives what it prints; it must not inherit wishes for threads."""
     clean = {
         name: value for name, value in os.environ.items() if "OMP_" not in name and "NUM_THREADS" not in name
     }
@@ -67,7 +69,7 @@ def run(code, *arguments, **environment):
         env={**clean, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -230,7 +232,7 @@ import moqext
 moqext.set_num_threads(THREADS)
 child = os.fork()
 if child == 0:
-    signal.alarm(20)
+    signal.alarm(900)
     quantize()
     os._exit(moqext.num_threads())
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), moqext.num_threads())

@@ -358,7 +358,7 @@ def driver(tmp_path, capability):
 
 @pytest.fixture(scope="module")
 def setup_py():
-    """What setup.py defines, without a build."""
+    """Definitions of setup.py, without a build."""
     pytest.importorskip("setuptools", minversion="77")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["setup.py", "-q", "--name"])

@@ -1,4 +1,4 @@
-"""What a path may mean: one file of several, a home directory, a pipeline's root, weights in another form."""
+"""Meanings of a path: one file of several, a home directory, a pipeline's root, weights in another form."""
 
 import json
 import os

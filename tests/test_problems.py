@@ -15,6 +15,8 @@ from moqext.layers import find_layers
 from moqext.problems import CODES, SEVERITIES, Problem, make_problem, worst_severity
 from moqext.tensor_files import TensorFiles
 
+from .work import each
+
 ATTENTION = "model.layers.0.self_attn"
 Q, K, V = (f"{ATTENTION}.{name}_proj" for name in "qkv")
 MLP = "model.layers.0.mlp"
@@ -725,7 +727,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.code}-{case.base}" for i, case in enumerate(CASES)])
+@each("case", CASES)
 def test_code(case, genuine):
     model = genuine(case.base)
     case.change(model)
@@ -737,6 +739,8 @@ def test_code(case, genuine):
     if case.tensor is not None:
         assert case.tensor in [problem.tensor for problem in found]
     assert all(problem.severity == CODES[case.code].severity for problem in found)
+    # Without values only names, types and shapes are judged, and what is found is found with them too.
+    assert set(model.problems(values=False)) <= set(problems)
 
 
 def test_config_note():
@@ -788,15 +792,6 @@ def test_missing_layers(data, tmp_path, count, missing):
 
 def test_every_code_is_brought_about():
     assert {case.code for case in CASES} | OF_FILES | OF_LAYOUTS | OF_CONFIG == set(CODES)
-
-
-@pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.code}-{case.base}" for i, case in enumerate(CASES)])
-def test_headers_alone_say_nothing_wrong(case, genuine):
-    """Without values only names, types and shapes are judged, and what is found is found with them too."""
-    model = genuine(case.base)
-    case.change(model)
-    with_values = set(model.problems())
-    assert set(model.problems(values=False)) <= with_values
 
 
 def test_problems_have_the_severity_of_the_table():

@@ -9,6 +9,7 @@ import pytest
 from moqext import LinearMethod, UnsupportedQuantization, ops, reference
 
 from .linear_cases import random_case, random_x
+from .work import each
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -19,9 +20,9 @@ def quantized(x, case):
     return reference.quantize_fp8_static(reference.as_float32(x), scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("algo", ["FP8", "W4A8_NVFP4_FP8"])
-@pytest.mark.parametrize("tokens", [1, 3, 17, 70])
+@each("dtype", DTYPES)
+@each("algo", ["FP8", "W4A8_NVFP4_FP8"])
+@each("tokens", [1, 3, 17, 70])
 def test_codes_give_the_bits_of_what_they_were_made_from(rng, algo, dtype, tokens):
     case = random_case(rng, algo, 320, [40, 24])
     case.parts[1]["input_scale"] = case.parts[0]["input_scale"]

@@ -8,6 +8,8 @@ import pytest
 
 from moqext import QuantConfig, detect
 
+from .work import each
+
 DATA = Path(__file__).parent / "data"
 CONFIGS = sorted((DATA / "configs").glob("*.json"))
 MANIFESTS = sorted((DATA / "manifests").glob("*.json"))
@@ -158,7 +160,7 @@ def test_the_tables_cover_every_model():
     assert set(MODULES) | {"Llama-3.1-70B-Instruct-FP8"} == set(RECORDS)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@each("path", CONFIGS)
 def test_published_configurations(path):
     mapping = json.loads(path.read_text())
     config = QuantConfig.from_dict(mapping)
@@ -208,7 +210,7 @@ STORED = {  # dtypes of weight and scale: what they can be
 
 
 def possible_algorithms(tensors, name, stem):
-    """What the tensors of one weight can be; `stem` is the name its scales begin with."""
+    """Tells what the tensors of one weight can be; `stem` is the name its scales begin with."""
     scale_dtype, scale = tensors[stem + "weight_scale"]
     found = set(STORED[tensors[name][0], scale_dtype])
     if found == STORED["F8_E4M3", "F32"]:
@@ -284,7 +286,7 @@ def read_headers(directory):
 UNLISTED = {"nemotron_h_nvfp4": {"backbone.embedding"}}
 
 
-@pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda path: path.name)
+@each("directory", DIRECTORIES)
 def test_checkpoints(directory):
     config = QuantConfig.from_pretrained(directory)
     assert (config.conflicts, config.notes) == ((), ())

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import moqext
 from moqext import ops, reference
 
+from .work import each
+
 SCORINGS = ["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"]
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
 
@@ -184,7 +186,7 @@ def by_hand(v, top_k, groups, kept, two):
 
 @pytest.mark.parametrize("groups, kept", [(1, 1), (4, 2), (16, 5), (8, 1)])
 def test_ties_go_to_the_lower_index(rng, groups, kept):
-    """Of experts and of groups alike, with logits of three values."""
+    """Ties of experts and of groups, with logits of three values."""
     x = rng.integers(-1, 2, (100, 16)).astype(np.float32)
     top_k = min(kept * 16 // groups, 6)
     keys = {"num_groups": groups, "topk_groups": kept}
@@ -198,8 +200,8 @@ def test_ties_go_to_the_lower_index(rng, groups, kept):
     assert ids.tolist() == [by_hand(bias, top_k, groups, kept, True)]
 
 
-@pytest.mark.parametrize("groups, kept", [(1, 1), (4, 2), (8, 3)])
-@pytest.mark.parametrize("scoring, score", [("softmax", 1 / 16), ("sigmoid", 0.0), ("sqrtsoftplus", 0.0)])
+@each("groups, kept", [(1, 1), (4, 2), (8, 3)])
+@each("scoring, score", [("softmax", 1 / 16), ("sigmoid", 0.0), ("sqrtsoftplus", 0.0)])
 def test_ties_of_score_and_bias_go_to_the_lower_index(rng, scoring, score, groups, kept):
     """Logits of -200 have one exact score, so that the bias has three values and v as many."""
     bias = rng.integers(-1, 2, 16).astype(np.float32)
@@ -396,7 +398,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("change, error, message", WRONG, ids=[str(case[0])[:40] for case in WRONG])
+@each("change, error, message", WRONG)
 def test_bad_arguments_are_named_and_nothing_is_written(change, error, message):
     out = np.full((4, 2), 7, np.float32), np.full((4, 2), 7, np.int32)
     with pytest.raises(error, match=message):

@@ -24,6 +24,8 @@ import pytest
 from moqext import Checkpoint
 from moqext.__main__ import main
 
+from .work import HANGS
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "python/README.md")),
@@ -35,7 +37,7 @@ EXPERTS = CHECKPOINTS / "qwen3moe_nvfp4"
 ORIGINAL = CHECKPOINTS / "llama_bf16.safetensors"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-# What pages suppose that the reader has: a model whose modules are named as the checkpoint's.
+# Pages suppose that the reader has a model whose modules are named as the checkpoint's.
 GIVEN = {
     "model": """
 import moqext
@@ -154,12 +156,12 @@ def run(arguments):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS
     )
 
 
 def run_command(line, out):
-    """What a command of a shell prints; skips those that need what a test has not."""
+    """Runs a command of a shell and gives what it prints; skips what a test cannot run."""
     words = shlex.split(fill(line, out), comments=True)
     if words[0] in ("make", "pip", "apt-get"):
         pytest.skip(f"{words[0]}: needs a package index")
@@ -217,7 +219,7 @@ def test_program_runs(snippet, tmp_path):
 
 @pytest.mark.parametrize("number, modules_needed", [(0, ()), (1, ("torch",))])
 def test_what_the_first_programs_print(number, modules_needed):
-    """Those of docs/start.md: arrays of NumPy, then tensors of torch."""
+    """Programs of docs/start.md: arrays of NumPy, then tensors of torch."""
     skip_without(modules_needed)
     programs = [snippet for snippet in ALL if snippet.page == "docs/start.md" and snippet.kind == "python"]
     lines = run(["-c", whole_program(programs[number])]).stdout.splitlines()
@@ -255,7 +257,7 @@ def written_commands():
 
 
 def help_of(capsys, *arguments):
-    """What --help prints, without a process of its own."""
+    """Gives what --help prints, without a process of its own."""
     with pytest.raises(SystemExit):
         main([*arguments, "--help"])
     return capsys.readouterr().out

@@ -21,6 +21,7 @@ from .expert_files import (
     write_checkpoint,
 )
 from .moe_cases import ALGOS, random_stacks
+from .work import each
 
 DATA = Path(__file__).parent / "data"
 GENUINE = {
@@ -70,7 +71,7 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 # Genuine exports
 
 
-@pytest.mark.parametrize("case", GENUINE)
+@each("case", GENUINE)
 def test_genuine_stacks_are_what_dequantize_reads(case: str) -> None:
     with Checkpoint(DATA / case) as checkpoint:
         record = container(checkpoint)
@@ -278,7 +279,7 @@ def test_one_tensor_of_one_expert_is_read_at_a_time(
         assert_same(stack_experts(checkpoint, record)[1], stacks)
 
 
-# What has no stack
+# Experts without a stack
 
 
 def refused(directory: Path) -> str:

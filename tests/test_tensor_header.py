@@ -22,6 +22,8 @@ from moqext.tensor_header import (
     read_unusual,
 )
 
+from .work import each
+
 DATA = Path(__file__).parent / "data" / "checkpoints"
 GENUINE = sorted(DATA.glob("**/*.safetensors"))
 
@@ -50,7 +52,7 @@ def refused(path: Path, content: bytes) -> CheckpointError:
     return caught.value
 
 
-@pytest.mark.parametrize("path", GENUINE, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@each("path", GENUINE)
 def test_genuine_headers_agree_with_the_safetensors_package(path: Path) -> None:
     content = path.read_bytes()
     header = read_header(path)
@@ -276,11 +278,11 @@ def test_changed_genuine_files_are_read_or_refused(
 
 
 def read_usual(text: bytes, path: Path, size: int) -> Any:
-    """What the reader in C makes of a header, None where it leaves it to the other."""
+    """Reads a header in C; None where that leaves it to the other reader."""
     return _C.read_tensor_header(text, TensorInfo, path, LENGTH_BYTES + len(text), size, DTYPE_BITS)
 
 
-@pytest.mark.parametrize("path", GENUINE, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@each("path", GENUINE)
 def test_genuine_headers_are_usual(path: Path) -> None:
     content = path.read_bytes()
     text = content[8 : 8 + int.from_bytes(content[:8], "little")]
@@ -321,7 +323,7 @@ METADATA = st.dictionaries(NAMES, NAMES, max_size=2) | st.just({"n": 1}) | st.no
 @example({"a": entry("U8", [2**60 - 1], 0, 0)}, {}, None, True, None)
 @example({"a": entry("X9", [2**30, 2**30], 0, 0)}, {}, None, True, None)
 def test_both_readers_agree(tensors: Any, metadata: Any, indent: Any, ascii: bool, change: Any) -> None:
-    """What is read in C is what the other reader finds; what that one refuses is not read in C."""
+    """Reader in C and reader in Python agree; a header that Python refuses is not read in C."""
     header = tensors if metadata is None else {"__metadata__": metadata, **tensors}
     text = json.dumps(header, indent=indent, ensure_ascii=ascii).encode(errors="surrogatepass")
     if change:

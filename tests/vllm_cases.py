@@ -1,4 +1,4 @@
-"""What the tests of vLLM share: genuine checkpoints that its engine runs on a CPU, and made ones."""
+"""Shared by the tests of vLLM: genuine checkpoints that its engine runs on a CPU, and made ones."""
 
 import json
 from pathlib import Path

@@ -288,8 +288,8 @@ const moq_linear_tiles moq_linear_avx512bf16 = {
     .store = store_avx512,
     .multiply_decode = multiply_decode,
     .few = DECODE_SUMS,
-    .arrange_medium = arrange_together,
-    .multiply_medium = multiply_medium,
+    .arrange_medium = moq_arrange_together,
+    .multiply_medium = moq_multiply_lanes_bf16,
     .some = 28,
     .speed = {.decode = 4e-11, .few = 4e-11, .some = 4.5e-11, .product = 9.4e-12},
 };

@@ -58,7 +58,7 @@ static inline __m512i load_codes(const uint8_t *codes, int64_t left) {
     return _mm512_maskz_loadu_epi8(_cvtu64_mask64(~0ull >> (64 - left)), codes);
 }
 
-static void decode_e4m3(const uint8_t *codes, int64_t n, void *out) {
+static inline void decode_e4m3(const uint8_t *codes, int64_t n, void *out) {
     const e4m3_tables tables = load_e4m3_tables();
     uint16_t *values = out;
     for (int64_t i = 0; i < n; i += 64) {
@@ -146,8 +146,8 @@ static inline __m512i decode_pair(__m128i bytes, __m512i halves, int p) {
     return _mm512_permutexvar_epi16(index, values);
 }
 
-static void decode_e2m1(const uint8_t *codes, const uint8_t *scales, int64_t n, int64_t group,
-                        void *out) {
+static inline void decode_e2m1(const uint8_t *codes, const uint8_t *scales, int64_t n,
+                               int64_t group, void *out) {
     int64_t groups = n / 16, first = 0;
     uint16_t *values = out;
     for (; first + 16 <= groups; first += 16) {
@@ -196,7 +196,7 @@ static inline __m512i split_eights(__m512i a) {
 }
 
 /* A row of x, `padded` values (a multiple of 64) that bfloat16 holds exactly. */
-static void convert(const float *row, int64_t padded, moq_order order, void *out) {
+static inline void convert(const float *row, int64_t padded, moq_order order, void *out) {
     uint16_t *values = out;
     for (int64_t i = 0; i < padded; i += 64) {
         __m512i a =

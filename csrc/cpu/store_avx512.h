@@ -78,7 +78,7 @@ static inline void put(const moq_store *s, int64_t m, int64_t n, __mmask16 mask,
         _mm512_mask_storeu_ps((float *)row + n, mask, value);
 }
 
-static void store_avx512(const moq_store *s) {
+static inline void store_avx512(const moq_store *s) {
     for (int64_t n = 0; n < s->rows; n += 16) {
         __mmask16 mask = s->rows - n >= 16 ? 0xffff : (__mmask16)((1u << (s->rows - n)) - 1);
         __m512 factor = _mm512_maskz_loadu_ps(mask, s->factor + n);

@@ -11,7 +11,7 @@ from moqext import LinearMethod, MoEMethod, ops
 
 Arguments = dict[str, Any]
 Slot = tuple[str, ...]
-"""Where a tensor is: ("x",), ("params", "weight")."""
+"""Place of a tensor: ("x",), ("params", "weight")."""
 
 
 @dataclass
@@ -400,10 +400,6 @@ OPERATIONS: dict[str, Callable[[np.random.Generator], Operation]] = {
     **{f"experts {algo}": moe(algo) for algo in ("FP8", "NVFP4")},
     "experts of codes": moe_of_codes,
 }
-
-SLOTS = [(name, slot) for name, make in OPERATIONS.items() for slot in make(np.random.default_rng(0)).slots()]
-"""(operation, slot) of every tensor of every operation."""
-
 
 # --- the same arrays lent by foreign producers
 

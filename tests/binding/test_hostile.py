@@ -1,6 +1,8 @@
-"""Hostile arguments to every operation in every place: a clear error, nothing written, nothing leaked.
+"""Hostile arguments to every operation: a clear error, nothing written, nothing leaked.
 
-The operations and their tensors are a table (operations.py); so are the ways in which a tensor can be wrong.
+Operations and their tensors are a table (operations.py), kinds of wrong tensors another (CHECKS).
+Every kind goes through each function that takes a tensor (TAKERS).
+Kinds that an operation judges itself go through all its slots.
 """
 
 import gc
@@ -9,20 +11,20 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_dlpack import BORROW, CUDA, FROM_OBJECT, IS_COPIED, RAISE, READ_ONLY, Lender, address_of
-from operations import LAYERS, OPERATIONS, SLOTS, Foreign, Operation, Slot, exchange_object, layer, lend
+from operations import LAYERS, OPERATIONS, Foreign, Operation, Slot, exchange_object, layer, lend
 
 from moqext import LinearMethod, ops
 
+from ..work import each
+
 BIG = 2**62
 CLEAR = (TypeError, ValueError, BufferError)
-each_slot = pytest.mark.parametrize(
-    "name, slot", SLOTS, ids=[f"{name}: {'.'.join(slot)}" for name, slot in SLOTS]
-)
 each_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 
@@ -64,9 +66,17 @@ def refused(
 # --- foreign tensors that are right
 
 
-@pytest.mark.parametrize("form", ["versioned", "legacy", "borrowed", "owned"])
+def given_as(form: str, array: np.ndarray) -> tuple[Any, Any]:
+    """An array as a foreign tensor, and what counts its capsules."""
+    lender = lend(array, form == "legacy")
+    if form in ("versioned", "legacy"):
+        foreign = Foreign(lender)
+        return foreign, foreign
+    return exchange_object(lender, borrow=form == "borrowed")
+
+
 @each_operation
-def test_foreign_tensors_give_what_numpy_gives(name: str, form: str, rng: np.random.Generator) -> None:
+def test_foreign_tensors_give_what_numpy_gives(name: str, rng: np.random.Generator) -> None:
     operation = OPERATIONS[name](rng)
     before = operation.results()
     operation.run()
@@ -74,36 +84,28 @@ def test_foreign_tensors_give_what_numpy_gives(name: str, form: str, rng: np.ran
     assert all(
         bytes_before != bytes_after for bytes_before, bytes_after in zip(before, expected, strict=True)
     )
-    for slot in operation.slots():
-        if operation.is_output(slot):
-            operation.get(slot).fill(0)
-    foreign: dict[Slot, Any] = {}
-    counters = []
-    for slot in operation.slots():
-        lender = lend(operation.get(slot), form == "legacy")
-        if form in ("versioned", "legacy"):
-            foreign[slot] = Foreign(lender)
-            counters.append(foreign[slot])
-        else:
-            foreign[slot], counter = exchange_object(lender, borrow=form == "borrowed")
-            counters.append(counter)
-    result = operation.run(foreign)
-    del result
-    gc.collect()
-    assert operation.results() == expected
-    assert all(counter.balanced() for counter in counters)
+    for form in ("versioned", "legacy", "borrowed", "owned"):
+        for slot in operation.slots():
+            if operation.is_output(slot):
+                operation.get(slot).fill(0)
+        given = {slot: given_as(form, operation.get(slot)) for slot in operation.slots()}
+        result = operation.run({slot: tensor for slot, (tensor, _) in given.items()})
+        del result
+        assert operation.results() == expected, form
+        assert all(counter.balanced() for _, counter in given.values()), form
 
 
-@each_slot
-def test_numpy_subclasses_are_arrays(name: str, slot: Slot, rng: np.random.Generator) -> None:
+@each_operation
+def test_numpy_subclasses_are_arrays(name: str, rng: np.random.Generator) -> None:
     class Sub(np.ndarray):
         pass
 
     operation = OPERATIONS[name](rng)
     operation.run()
     expected = operation.results()
-    operation.run({slot: operation.get(slot).view(Sub)})
-    assert operation.results() == expected
+    for slot in operation.slots():
+        operation.run({slot: operation.get(slot).view(Sub)})
+        assert operation.results() == expected, slot
 
 
 # --- fields that lie
@@ -149,25 +151,22 @@ def lies_about(array: np.ndarray, output: bool) -> Iterator[dict[str, Any]]:
 OF_VERSIONED = {"flags", "version"}
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-@each_slot
-def test_lies(name: str, slot: Slot, legacy: bool, rng: np.random.Generator) -> None:
-    operation = OPERATIONS[name](rng)
+def check_lie(operation: Operation, slot: Slot, lies: dict[str, Any], legacy: bool = False) -> None:
+    device = (CUDA, 0) if lies.get("device") == (CUDA, 0) else (1, 0)
+    producer = Foreign(lend(operation.get(slot), legacy, **lies), device)
+    refused(operation, slot, producer, lies)
+    assert producer.balanced(), lies
+
+
+def check_lies(operation: Operation, slot: Slot, legacy: bool) -> None:
     array = operation.get(slot)
     for lies in lies_about(array, operation.is_output(slot)):
         if legacy and set(lies) & OF_VERSIONED:
             continue
-        producer = Foreign(
-            lend(array, legacy, **lies), (CUDA, 0) if lies.get("device") == (CUDA, 0) else (1, 0)
-        )
-        refused(operation, slot, producer, lies)
-        assert producer.balanced(), lies
+        check_lie(operation, slot, lies, legacy)
 
 
-@pytest.mark.parametrize("borrow", [True, False])
-@each_slot
-def test_lies_through_the_exchange_api(name: str, slot: Slot, borrow: bool, rng: np.random.Generator) -> None:
-    operation = OPERATIONS[name](rng)
+def check_lies_through_the_exchange_api(operation: Operation, slot: Slot, borrow: bool) -> None:
     array = operation.get(slot)
     for lies in lies_about(array, operation.is_output(slot)):
         if borrow and not operation.is_output(slot) and set(lies) & OF_VERSIONED:
@@ -181,11 +180,14 @@ READ_FIRST = ("w13_input_scale", "w2_input_scale")
 """Arguments that are copied before an output is opened."""
 
 
-@each_slot
-def test_outputs_that_are_read(name: str, slot: Slot, rng: np.random.Generator) -> None:
+@each_operation
+def test_outputs_that_are_read(name: str, rng: np.random.Generator) -> None:
     operation = OPERATIONS[name](rng)
-    if not operation.is_output(slot):
-        return
+    for slot in filter(operation.is_output, operation.slots()):
+        check_output_over_inputs(operation, slot)
+
+
+def check_output_over_inputs(operation: Operation, slot: Slot) -> None:
     out = operation.get(slot)
     for place in operation.slots():
         array = operation.get(place)
@@ -240,18 +242,14 @@ def failing(array: np.ndarray) -> Iterator[tuple[str, Any, type[BaseException] |
     yield "device raises", NoDevice(lend(array)), KeyError
 
 
-@each_slot
-def test_producers_that_fail(name: str, slot: Slot, rng: np.random.Generator) -> None:
-    operation = OPERATIONS[name](rng)
+def check_producers_that_fail(operation: Operation, slot: Slot) -> None:
     for what, producer, kinds in failing(operation.get(slot)):
         references = sys.getrefcount(producer)
         refused(operation, slot, producer, what, kinds)
         assert sys.getrefcount(producer) == references, what
 
 
-@each_slot
-def test_a_capsule_consumed_before(name: str, slot: Slot, rng: np.random.Generator) -> None:
-    operation = OPERATIONS[name](rng)
+def check_a_capsule_consumed_before(operation: Operation, slot: Slot) -> None:
     versioned = np.lib.NumpyVersion(np.__version__) >= "2.1.0"  # what the first consumer knows
     lender = lend(operation.get(slot), legacy=not versioned)
     capsule = lender.capsule()
@@ -273,10 +271,7 @@ def truthless(self: Any) -> bool:
     raise KeyError("truth")
 
 
-@pytest.mark.parametrize("borrow", [True, False])
-@each_slot
-def test_exchange_functions_that_fail(name: str, slot: Slot, borrow: bool, rng: np.random.Generator) -> None:
-    operation = OPERATIONS[name](rng)
+def check_exchange_functions_that_fail(operation: Operation, slot: Slot, borrow: bool) -> None:
     tensor, counter = exchange_object(lend(operation.get(slot)), borrow=borrow, __bool__=truthless)
     used = "borrow" if borrow and not operation.is_output(slot) else "from_object"
     setattr(counter.api, used, RAISE)
@@ -303,34 +298,96 @@ def odd_arrays(array: np.ndarray) -> Iterator[np.ndarray]:
     yield np.zeros((1,) * 9, array.dtype)
 
 
-@each_slot
-def test_odd_numpy_arrays(name: str, slot: Slot, rng: np.random.Generator) -> None:
-    operation = OPERATIONS[name](rng)
+def check_odd_numpy_arrays(operation: Operation, slot: Slot) -> None:
     for array in odd_arrays(operation.get(slot)):
         references = sys.getrefcount(array)
         refused(operation, slot, array, array.dtype)
         assert sys.getrefcount(array) == references
 
 
-@each_slot
-def test_empty_arrays(name: str, slot: Slot, rng: np.random.Generator) -> None:
+def check_empty_arrays(operation: Operation, slot: Slot) -> None:
     """Never what the others fit: with `out` given, an empty argument has to be noticed."""
-    operation = OPERATIONS[name](rng)
     array = operation.get(slot)
     shapes = {(0,), (0, 0), (0, *array.shape), (*array.shape[:-1], 0), (0, *array.shape[1:])}
     for shape in shapes - {array.shape}:
         refused(operation, slot, np.empty(shape, array.dtype), shape)
 
 
-@each_slot
-def test_things_that_are_no_tensors(name: str, slot: Slot, rng: np.random.Generator) -> None:
-    operation = OPERATIONS[name](rng)
+def check_things_that_are_no_tensors(operation: Operation, slot: Slot) -> None:
     for thing in ("x", b"x", [1.0], {}, object(), object, memoryview(b"abcd"), Text("x"), 1j):
         if isinstance(thing, list) and slot[-1].startswith(("weight_scale", "input_scale")):
             continue  # numbers may stand for scales
         refused(
             operation, slot, thing, thing, (TypeError, ValueError) if isinstance(thing, list) else TypeError
         )
+
+
+# --- every kind through each function that takes a tensor, some kinds through every slot
+
+
+def check_elsewhere(operation: Operation, slot: Slot) -> None:
+    """Memory of a device that the other tensors are not on, and none."""
+    for lies in ({"device": (CUDA, 0)}, {"data": 0}):
+        check_lie(operation, slot, lies)
+
+
+Check = Callable[[Operation, Slot], None]
+OF_THE_OPERATION: dict[str, Check] = {
+    "odd arrays": check_odd_numpy_arrays,
+    "empty arrays": check_empty_arrays,
+    "elsewhere": check_elsewhere,
+}
+"""Kinds that an operation judges by what each of its arguments has to be."""
+CHECKS: dict[str, Check] = OF_THE_OPERATION | {
+    "lies": partial(check_lies, legacy=False),
+    "lies in a legacy struct": partial(check_lies, legacy=True),
+    "lies, borrowed": partial(check_lies_through_the_exchange_api, borrow=True),
+    "lies, owned": partial(check_lies_through_the_exchange_api, borrow=False),
+    "producers that fail": check_producers_that_fail,
+    "capsules consumed before": check_a_capsule_consumed_before,
+    "exchange fails, borrowed": partial(check_exchange_functions_that_fail, borrow=True),
+    "exchange fails, owned": partial(check_exchange_functions_that_fail, borrow=False),
+    "no tensors": check_things_that_are_no_tensors,
+}
+TAKERS: dict[str, tuple[str, Slot]] = {
+    "input": ("encode", ("x",)),
+    "output": ("encode", ("out",)),
+    "optional input": ("rms_norm", ("residual",)),
+    "second output": ("quantize nvfp4", ("scale_out",)),
+    "scale": ("quantize fp8_tensor, scale given", ("scale",)),
+    "checkpoint parameter": ("prepare NVFP4", ("params", "weight")),
+    "checkpoint scale": ("prepare NVFP4", ("params", "weight_scale_2")),
+    "output of a mapping": ("prepare FP8", ("out", "weight")),
+    "prepared parameter": ("linear NVFP4", ("params", "weight")),
+    "bias": ("linear FP8", ("bias",)),
+    "slots of experts": ("experts FP8", ("topk_ids",)),
+    "output of a pair": ("route", ("out", "1")),
+}
+"""One place for each way from an argument to a tensor in csrc/binding."""
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("kind", CHECKS)
+def test_every_kind_through_every_taker(kind: str, taker: str, rng: np.random.Generator) -> None:
+    name, slot = TAKERS[taker]
+    CHECKS[kind](OPERATIONS[name](rng), slot)
+
+
+@pytest.mark.parametrize("kind", OF_THE_OPERATION)
+@each_operation
+def test_kinds_that_operations_judge_in_every_slot(name: str, kind: str, rng: np.random.Generator) -> None:
+    operation = OPERATIONS[name](rng)
+    for slot in operation.slots():
+        CHECKS[kind](operation, slot)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in CHECKS if kind not in OF_THE_OPERATION])
+def test_every_kind_in_every_slot(kind: str, rng: np.random.Generator) -> None:
+    for make in OPERATIONS.values():
+        operation = make(rng)
+        for slot in operation.slots():
+            CHECKS[kind](operation, slot)
 
 
 # --- arguments that are missing, too many, or of another kind
@@ -370,7 +427,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.removeprefix("_C.") in RIGHT])
+@each("name", [name for name in FUNCTIONS if name.removeprefix("_C.") in RIGHT])
 def test_missing_and_surplus_arguments(name: str) -> None:
     function, right = FUNCTIONS[name], RIGHT[name.removeprefix("_C.")]
     function(**right)
@@ -397,7 +454,7 @@ def test_the_table_of_functions_is_complete() -> None:
     assert set(ops.__all__) - others - on_devices_alone == set(RIGHT)
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@each("name", RIGHT)
 def test_options_of_another_kind(name: str) -> None:
     function = FUNCTIONS[name]
     optional = {"group_size": ("16", 1.5, True, 0, -1, 2**70), "dtype": (3, "int9"), "format": (3, "e9m9")}
@@ -622,7 +679,7 @@ def test_torch_tensors_resized_by_another_thread_between_calls() -> None:
             tensor.resize_(1 + next(sizes) * 977 % 5000)
 
     def call() -> None:
-        for _ in range(300):
+        for _ in range(100):
             with lock:
                 assert ops.encode(tensor, "e4m3").shape == tensor.shape
 

@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from operations import OPERATIONS, SLOTS, Slot
+from operations import OPERATIONS, Operation, Slot
 
 from moqext import _C, KVCacheMethod, LinearMethod, ops, reference
 
-each_slot = pytest.mark.parametrize(
-    "name, slot", SLOTS, ids=[f"{name}: {'.'.join(slot)}" for name, slot in SLOTS]
-)
+each_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 
 @pytest.fixture
@@ -30,8 +28,7 @@ def imaginary_part(torch: Any, array: np.ndarray) -> Any:
     return part
 
 
-def assert_refused(name: str, slot: Slot, tensor: Any, error: type, message: str, rng: Any) -> None:
-    operation = OPERATIONS[name](rng)
+def assert_refused(operation: Operation, slot: Slot, tensor: Any, error: type, message: str) -> None:
     before = operation.results()
     with pytest.raises(error, match=message) as caught:
         operation.run({slot: tensor(operation.get(slot))})
@@ -42,15 +39,16 @@ def assert_refused(name: str, slot: Slot, tensor: Any, error: type, message: str
 # --- negated
 
 
-@each_slot
+@each_operation
 def test_negated_torch_tensors_are_refused_in_every_place(
-    torch: Any, name: str, slot: Slot, rng: np.random.Generator
+    torch: Any, name: str, rng: np.random.Generator
 ) -> None:
-    """Negated tensors were read with the wrong sign."""
-    if slot[0] == "params" and not name.startswith("prepare"):
-        pytest.skip("prepared parameters, of a layout that nothing negated has: see the next tests")
-    tensor = lambda array: torch._neg_view(torch.from_numpy(array))  # noqa: E731
-    assert_refused(name, slot, tensor, BufferError, r"negatives of what is in its memory", rng)
+    """Negated tensors were read with the wrong sign. Prepared parameters have a layout of nothing negated."""
+    operation = OPERATIONS[name](rng)
+    for slot in operation.slots():
+        if slot[0] != "params" or name.startswith("prepare"):
+            tensor = lambda array: torch._neg_view(torch.from_numpy(array))  # noqa: E731
+            assert_refused(operation, slot, tensor, BufferError, r"negatives of what is in its memory")
 
 
 def test_what_torch_makes_negated_is_refused(torch: Any, rng: np.random.Generator) -> None:
@@ -163,14 +161,14 @@ def test_scales_of_a_cache_that_are_negated_are_read_as_their_values(torch: Any)
 # --- masked
 
 
-@each_slot
-@pytest.mark.parametrize("mask", [True, False, np.ma.nomask])
-def test_masked_arrays_are_refused_in_every_place(
-    name: str, slot: Slot, mask: Any, rng: np.random.Generator
-) -> None:
+@each_operation
+def test_masked_arrays_are_refused_in_every_place(name: str, rng: np.random.Generator) -> None:
     """Their masks were ignored."""
-    tensor = lambda array: np.ma.array(array, mask=mask, copy=False)  # noqa: E731
-    assert_refused(name, slot, tensor, TypeError, "expected an array without a mask", rng)
+    operation = OPERATIONS[name](rng)
+    for slot in operation.slots():
+        for mask in (True, False, np.ma.nomask):
+            tensor = lambda array, mask=mask: np.ma.array(array, mask=mask, copy=False)  # noqa: E731
+            assert_refused(operation, slot, tensor, TypeError, "expected an array without a mask")
 
 
 def test_masked_numbers_are_refused() -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from moqext import _C
 
+from ..work import each
+
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
 NUMPY_DTYPES = {
@@ -45,7 +47,7 @@ def check_against_array(seen: dict[str, Any], array: np.ndarray, dtype: str) -> 
 # --- NumPy
 
 
-@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+@each("dtype", NUMPY_DTYPES)
 def test_numpy_views_are_read_as_they_are(dtype: str, rng: np.random.Generator) -> None:
     shape = tuple(int(n) for n in rng.integers(1, 6, size=int(rng.integers(0, 6))))
     base = np.zeros(shape, NUMPY_DTYPES[dtype])
@@ -71,7 +73,7 @@ def test_numpy_subclasses_are_arrays() -> None:
     assert type(_C.empty_like(array, (2,), "float32")) is np.ndarray
 
 
-@pytest.mark.parametrize(
+@each(
     "array",
     [
         np.zeros(2, ">f4"),
@@ -86,7 +88,6 @@ def test_numpy_subclasses_are_arrays() -> None:
         np.zeros(2, np.uint64),
         np.zeros(2, np.longdouble),
     ],
-    ids=lambda array: str(array.dtype),
 )
 def test_numpy_dtypes_that_are_refused(array: np.ndarray) -> None:
     with pytest.raises(TypeError, match=r"^x: dtype\(.*is not supported"):
@@ -151,7 +152,7 @@ def test_what_does_not_need_ml_dtypes_does_not_import_it() -> None:
 
 
 def test_the_type_of_a_result_does_not_depend_on_what_was_imported() -> None:
-    """It is that of ml_dtypes where that is installed, whoever has asked for it so far."""
+    """The dtype is that of ml_dtypes if installed, whoever has asked for it so far."""
     in_a_fresh_process(
         "codes = np.zeros((2, 32), np.uint8)\n"
         "before = [_C.empty_like(x, (2, 3), 'bf16').dtype, ops.quantize(x, 'fp8_tensor')[0].dtype,\n"
@@ -202,8 +203,8 @@ def test_references_are_given_back() -> None:
 # --- formats and carriers
 
 
-@pytest.mark.parametrize("stored", NUMPY_DTYPES)
-@pytest.mark.parametrize("wanted", ["e4m3", "e5m2", "e8m0", "e2m1", "bf16", "fp16", "uint8", "float32"])
+@each("stored", NUMPY_DTYPES)
+@each("wanted", ["e4m3", "e5m2", "e8m0", "e2m1", "bf16", "fp16", "uint8", "float32"])
 def test_format_accepts_the_dtype_and_its_carriers_alone(stored: str, wanted: str) -> None:
     array = np.zeros(4, NUMPY_DTYPES[stored])
     canonical = {
@@ -268,7 +269,7 @@ def test_neighbours_and_empty_tensors_do_not_overlap() -> None:
 # --- allocation
 
 
-@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+@each("dtype", NUMPY_DTYPES)
 def test_numpy_results_are_typed(dtype: str) -> None:
     made = _C.empty_like(np.zeros(3, np.float32), (2, 0, 5), dtype)
     assert type(made) is np.ndarray

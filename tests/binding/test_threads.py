@@ -174,7 +174,7 @@ SHARED = [
 
 
 def references(works: list[Work]) -> list[int]:
-    """Of all tensors that were passed, and of what their calls share."""
+    """Counts references to all tensors that were passed, and to what their calls share."""
     gc.collect()
     things = [thing for work in works for thing in work.inputs] + SHARED
     # Since 3.12 NumPy's types are immortal: their count is 2**32 or thereabouts and says nothing.

@@ -17,6 +17,8 @@ import pytest
 import moqext
 from moqext.tensor_files import TensorFiles
 
+from ..work import HANGS
+
 PACKAGES = str(Path(moqext.__file__).parents[1])
 
 
@@ -48,7 +50,7 @@ def terminal() -> Callable[..., tuple[int, str]]:
                 break
             written += part
         os.close(ours)
-        return process.wait(60), written.decode().replace("\r\n", "\n")
+        return process.wait(HANGS), written.decode().replace("\r\n", "\n")
 
     return run
 

@@ -14,6 +14,8 @@ from moqext.__main__ import main
 from moqext.cli import progress
 from moqext.cli.progress import Progress, clock, draw
 
+from ..work import HANGS
+
 
 def test_it_says_what_it_wrote(data, tmp_path, capsys):
     assert main(["convert", str(data / "exports/deepseek_nvfp4"), str(tmp_path / "out")]) == 0
@@ -91,7 +93,7 @@ def test_a_killed_conversion_does_not_look_like_a_checkpoint(data, tmp_path):
     )
     root = str(Path(moqext.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": root}
-    process = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+    process = subprocess.run([sys.executable, "-c", code], env=environment, timeout=HANGS, check=False)
     assert process.returncode == -9
     assert list((tmp_path / "out").glob("*")) == list((tmp_path / "out").glob(".moqext-convert-*")) != []
     moqext.Checkpoint(data / "exports/nvfp4_sharded").convert(tmp_path / "out", overwrite=True)

@@ -13,6 +13,8 @@ from moqext.__main__ import main
 from moqext.checkpoint import Checkpoint
 from moqext.cli.histogram import BARS, Histogram
 
+from ..work import HANGS
+
 GENUINE = [
     "checkpoints/llama_nvfp4_kvfp8",
     "exports/mixed_in_qkv",
@@ -165,7 +167,7 @@ def test_in_a_browser_the_script_runs(data, tmp_path):
     check = "<script>document.querySelectorAll('th button')[5].click();</script></body>"
     file.write_text(file.read_text(encoding="utf-8").replace("</body>", check), encoding="utf-8")
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", file.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, check=True).stdout
     total = (
         sum(info.nbytes for info in Checkpoint(data / "checkpoints/llama_nvfp4_kvfp8").tensors.values())
         + 8192

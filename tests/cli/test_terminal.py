@@ -9,13 +9,15 @@ import pytest
 import moqext
 from moqext.cli.progress import Progress
 
+from ..work import HANGS
+
 RED, YELLOW, END = "\x1b[1;31m", "\x1b[33m", "\x1b[0m"
 
 
 def piped(*arguments, **options):
     command = [sys.executable, "-m", "moqext", *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, encoding="utf-8", timeout=60, **options
+        command, capture_output=True, text=True, encoding="utf-8", timeout=HANGS, **options
     ).stdout
 
 

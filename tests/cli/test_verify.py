@@ -296,7 +296,7 @@ def test_half_a_checkpoint_is_never_called_right(halved, capsys, how):
     assert whole or "; layers that the index names and no file has: " in out
     assert "\nresult: " in out
     assert "all right" not in out
-    # What is asked for may be there in full; the checkpoint is still half a one.
+    # A layer that is asked for may be there in full; the checkpoint is still half a one.
     assert verify(capsys, directory, "--layers", "model.layers.*.mlp.down_proj")[0] == 1
 
 

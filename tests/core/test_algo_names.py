@@ -5,6 +5,8 @@ import pytest
 
 from moqext import ConfigError, LinearMethod, QuantConfig, UnsupportedQuantization, ops
 
+from ..work import each
+
 CODES = np.zeros((2, 16), np.uint8)
 
 
@@ -34,7 +36,7 @@ def of_moe(name):
 
 
 PLACES = [of_method, of_dequantize, of_linear, of_config, of_layer, of_moe]
-each_place = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+each_place = each("place", PLACES)
 
 
 def message(place, name):

@@ -11,6 +11,8 @@ from moqext import LinearMethod, QuantConfig, UnsupportedQuantization, detect, r
 from moqext.algorithms import ALGORITHMS, LINEARS, SECOND_IN_WEIGHT
 from moqext.reference.weights import DEQUANTIZERS
 
+from ..work import each
+
 ROOT = Path(__file__).resolve().parents[2]
 SPELLINGS = {name for facts in ALGORITHMS.values() for name in (facts.name, *facts.aliases)}
 WEIGHTS = [name for name, facts in ALGORITHMS.items() if facts.codes]
@@ -39,7 +41,7 @@ def document_rows():
     return rows
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+@each("path", SOURCES)
 def test_no_list_of_algorithms_stands_in_python(path):
     """Five lists did, each to be found and extended for a new format."""
     for node in ast.walk(ast.parse(path.read_text())):

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from moqext import ops, reference
 
+from ..work import each
+
 TYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
@@ -54,7 +56,7 @@ def encode(code, x, name):
 
 
 def expected_codes(x, name):
-    """What ml_dtypes gives where formats that saturate are clipped first; x has no NaN."""
+    """Encodes with ml_dtypes, formats that saturate being clipped first; x has no NaN."""
     clipped = np.clip(x, -LARGEST[name], LARGEST[name]) if name in LARGEST else x
     with np.errstate(over="ignore"):
         return clipped.astype(TYPES[name]).view(carrier(name))
@@ -98,8 +100,8 @@ def test_every_16_bit_value_encodes_as_ml_dtypes_does(code, name, kind):
     np.testing.assert_array_equal(encode(code, values, name), expected_codes(values, name))
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", SIGNED)
+@each("kind", ["bf16", "fp16"])
+@each("name", SIGNED)
 def test_16_bit_inputs_encode_like_the_same_values_in_float32(name, kind):
     values = half_precision_values(kind)[: 2 * 30000]
     typed = values.astype(TYPES[kind])
@@ -247,8 +249,8 @@ def test_any_shape(shape, name):
     assert ops.decode(codes, name).shape == tuple(shape)
 
 
-@pytest.mark.parametrize("size", [2, 1022, 1024, 1026, 2048, 3000])
-@pytest.mark.parametrize("name", TYPES)
+@each("size", [2, 1022, 1024, 1026, 2048, 3000])
+@each("name", TYPES)
 def test_sizes_around_the_internal_piece(name, size, rng):
     x = rng.normal(size=size).astype(np.float32)
     codes = ops.encode(x, name)

@@ -2,13 +2,14 @@
 
 import fnmatch
 import re
-import time
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moqext import _C
+
+from ..work import each
 
 # Few characters, so that patterns and names meet; every special one, and two beyond ASCII.
 PATTERNS = st.text(alphabet="ab.*?[]!-^\\é\n", max_size=14)
@@ -62,14 +63,11 @@ def test_nul_bytes_are_characters():
     assert not _C.glob_match("a\0*", "a")
 
 
-@pytest.mark.parametrize(
-    "pattern", ["*a" * 40 + "*b", "*a" * 40, "a*" * 5000, "[a-b]*" * 200 + "c", "*" * 10000 + "b"]
-)
-@pytest.mark.parametrize("fnmatch_rules", [False, True])
+@each("pattern", ["*a" * 40 + "*b", "*a" * 40, "a*" * 5000, "[a-b]*" * 200 + "c", "*" * 10000 + "b"])
+@each("fnmatch_rules", [False, True])
 def test_no_pattern_takes_exponential_time(pattern, fnmatch_rules):
-    start = time.process_time()
+    """Exponential time would not end."""
     assert not _C.glob_match(pattern, "a" * 4000 + "d", fnmatch=fnmatch_rules)
-    assert time.process_time() - start < 2
 
 
 def test_arguments_are_checked():

@@ -7,6 +7,7 @@ from moqext.layers import find_layers
 from moqext.naming import FUSED_NAMES, PREFIXES, parse_expert_name, parse_tensor_name
 
 from ..test_layers import codes, infos
+from ..work import each
 
 STEM = "model.layers.0.block"
 
@@ -44,8 +45,8 @@ def test_a_fused_name_means_one_thing_to_the_reader_and_to_the_configuration(fus
     assert "listed_module_missing" not in codes(find_layers(linears(f"{STEM}.{parts[0]}"), listed))
 
 
-@pytest.mark.parametrize("written", ["", *PREFIXES])
-@pytest.mark.parametrize("stored", ["", *PREFIXES])
+@each("written", ["", *PREFIXES])
+@each("stored", ["", *PREFIXES])
 def test_prefixes_are_aligned_by_the_reader_and_by_the_configuration(written, stored):
     config = mixed(**{f"{written}layers.0.fc": "FP8"})
     assert config.layer_algo(f"{stored}layers.0.fc") == "FP8"

@@ -16,7 +16,7 @@ LEVELS = ("avx2", "avx512")  # those with row kernels of their own
 
 
 def raw(array):
-    """Its bytes, so that NaN compare too."""
+    """Gives the bytes of an array, so that NaN compare too."""
     return np.asarray(array).tobytes()
 
 

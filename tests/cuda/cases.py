@@ -28,7 +28,7 @@ def to_cuda(array: np.ndarray, dtype: str | None = None) -> Any:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """What the reference takes: bfloat16 and FP8 as their bits."""
+    """Converts to what the reference takes: bfloat16 and FP8 as their bits."""
     carrier = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}.get(tensor.dtype)
     return (tensor.view(carrier) if carrier else tensor).cpu().numpy()
 

@@ -1,4 +1,4 @@
-"""What every test on a CUDA device needs."""
+"""Fixtures of every test on a CUDA device."""
 
 import sys
 

@@ -41,7 +41,7 @@ def test_every_layer_passes(data: Path, capsys: Any, case: str, tokens: str) -> 
 
 
 def test_other_exports_pass(data: Path, capsys: Any) -> None:
-    """What runs on the CPU runs on the device, of every export that the tests ship."""
+    """Layers that run on the CPU run on the device, in every export that the tests ship."""
     for directory in sorted((data / "exports").iterdir()):
         if not (directory / "config.json").is_file():
             continue

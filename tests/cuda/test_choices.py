@@ -1,4 +1,4 @@
-"""What the plan chooses on chips that need not be here: csrc/cuda/choice, in builds with and without nvcc."""
+"""Choices of the plan on chips that need not be here: csrc/cuda/choice, in builds with and without nvcc."""
 
 import math
 
@@ -8,6 +8,7 @@ from moqext import _C
 
 from ..data import make_choices
 from ..data.make_choices import Layer
+from ..work import each
 
 LAYERS = list(make_choices.layers())
 RECORDED = make_choices.recorded()
@@ -31,14 +32,14 @@ def differences(found, recorded):
             yield f"{now}, recorded: {before}"
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@each("kind", KINDS)
 def test_choices_are_the_recorded_ones(kind):
     """With nvcc or without, on any machine; python tests/data/make_choices.py records what is meant."""
     found = {str(layer): list(differences(layer.choices(), RECORDED[str(layer)])) for layer in of_kind(kind)}
     assert {layer: cells for layer, cells in found.items() if cells} == {}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@each("kind", KINDS)
 def test_no_estimate_is_missing(kind):
     """In a build without nvcc all of these were 0 once, and tests of choices passed by luck."""
     for layer in of_kind(kind):
@@ -73,7 +74,7 @@ def estimates(chip, tokens, rows=57344, columns=8192, quant_algo="FP8", compute=
     return {kernel: seconds for kernel, _, seconds in plan.estimates(tokens)}
 
 
-@pytest.mark.parametrize(
+@each(
     "kernel, about",
     [
         ("cuda:sm90_fp8_decode", {}),

@@ -26,7 +26,7 @@ def layers(case, dtype="bfloat16"):
 
 
 def assert_both(taken):
-    """What calls took: both computes, where there are kernels of both."""
+    """Checks what calls took: both computes, where there are kernels of both."""
     hopper = torch.cuda.get_device_capability() == (9, 0)
     assert set(taken) == (set(COMPUTES) if hopper else {"exact"})
 

@@ -118,7 +118,7 @@ def test_scale_of_the_whole_tensor_found_from_it(rng, monkeypatch, algo):
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_partitions_that_share_an_input_scale(rng, monkeypatch, dtype, given):
-    """Such partitions are one product, with a weight scale each; both ways of scaling are right."""
+    """Fused partitions are one product, with a weight scale each; both ways of scaling are right."""
     case = random_case(rng, "FP8", 1024, [512, 40, 8], input_scale=given)
     for part in case.parts[1:] if given else ():
         part["input_scale"] = case.parts[0]["input_scale"]
@@ -204,7 +204,7 @@ def test_more_rows_than_a_grid_has(rng, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("algo", ALGOS)
 def test_every_algorithm_is_right(rng, monkeypatch, algo):
-    """What tune() chooses among; each with the limits of the contract, and the same in every run."""
+    """Every variant that tune() chooses among keeps the contract and gives equal bits in every run."""
     layer = Layer(monkeypatch, random_case(rng, algo, 4096, [512]), "bfloat16")
     for tokens in (19, 200):
         x = random_x(rng, (tokens, 4096), "bfloat16")

@@ -1,4 +1,4 @@
-"""What cublaslt_abi.h declares of cuBLASLt is what NVIDIA's header says and its library takes."""
+"""cublaslt_abi.h declares cuBLASLt as NVIDIA's header does and as its library takes it."""
 
 import ctypes
 import os
@@ -54,7 +54,7 @@ static_assert(offsetof(ours, state) == offsetof(theirs, state), "state");
 
 
 def include_directories():
-    """Where headers of CUDA may be on this machine: toolkits, and pip's nvidia-* packages."""
+    """Folders with headers of CUDA on this machine: toolkits, and pip's nvidia-* packages."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH", "MOQEXT_CUDA_HOME")]
     homes += [
         *Path("/usr/local").glob("cuda*"),

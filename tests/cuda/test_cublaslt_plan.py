@@ -9,6 +9,8 @@ import pytest
 
 from moqext import _C
 
+from ..work import each
+
 NAME = "cuda:cublaslt"
 FUNCTIONS = (
     "Create",
@@ -33,9 +35,9 @@ def reason(
     return dict(plan.explain())[NAME]
 
 
-@pytest.mark.parametrize("rows", [(16,), (48, 16), (4096, 1024, 1024)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"])
+@each("rows", [(16,), (48, 16), (4096, 1024, 1024)])
+@each("dtype", ["bfloat16", "float16"])
+@each("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"])
 def test_runs_fp8_on_hopper(algo, dtype, rows):
     assert reason(algo, 16, rows, dtype=dtype) is None
     assert reason(algo, 7168, rows, dtype=dtype) is None
@@ -96,7 +98,7 @@ needs_build = pytest.mark.skipif(not _C.build_info()["cuda"], reason="moqext was
 
 
 def find(*lines, **environment):
-    """What a fresh process finds after running `lines`: (path, version, reason)."""
+    """Runs `lines` in a fresh process and tells what it finds: (path, version, reason)."""
     code = "\n".join([*lines, "from moqext import _C", "print(*_C.cublaslt(), sep='|')"])
     kept = {name: value for name, value in os.environ.items() if name not in ("CUDA_PATH", "CUDA_HOME")}
     done = subprocess.run(

@@ -31,7 +31,7 @@ def simt(monkeypatch):
 
 
 def bits(tensor):
-    """Its bytes, so that NaN compare too."""
+    """Gives the bytes of an array, so that NaN compare too."""
     return to_numpy(tensor).tobytes()
 
 
@@ -150,7 +150,7 @@ def test_more_than_4_gib_of_weight(simt):
 
 
 def views_of(x):
-    """The same matrix of rows in many layouts, by name; all are [2, 3, K]."""
+    """One matrix of rows in many layouts, by name; all are [2, 3, K]."""
     columns = x.shape[1]
     wide = torch.empty(2, 3, columns + 24, dtype=x.dtype, device="cuda")
     padded = torch.empty(2, 5, columns + 8, dtype=x.dtype, device="cuda")

@@ -31,7 +31,7 @@ CASES = [
 def outputs(
     monkeypatch: Any, case: Any, x: Any, dtype: str, compute: str = "exact"
 ) -> Iterator[tuple[str, Any]]:
-    """Of every kernel that takes so many tokens; but for cuBLASLt, which has its own order of scales."""
+    """Runs every kernel that takes so many tokens, but cuBLASLt, which has its own order of scales."""
     monkeypatch.delenv("MOQEXT_KERNEL", raising=False)
     reasons = dict(case.method(dtype=dtype, compute=compute, device="cuda:0")._plan.explain())
     for kernel in [name for name, reason in reasons.items() if reason is None and "cublaslt" not in name]:

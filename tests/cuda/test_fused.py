@@ -88,7 +88,7 @@ def test_rms_norm(rng, shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_beside_codes(rng, shape, dtype):
-    """Those of rms_norm, while codes, scales and z stay what they are without."""
+    """Values are those of rms_norm; codes, scales and z stay what they are without value_out."""
     x, _ = on_gpu(hostile(rng, shape, "normal"), dtype)
     residual, _ = on_gpu(rng.standard_normal(shape), dtype)
     weight, _ = on_gpu(rng.standard_normal(shape[-1]), dtype if rng.integers(2) else "float32")

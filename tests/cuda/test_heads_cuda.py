@@ -21,7 +21,7 @@ def make_table(rng, positions, width, dtype):
 
 
 def expected(x, positions, table, heads, weights):
-    """What is to become of x, on the CPU."""
+    """Computes on the CPU what is to become of x."""
     width, found = table.shape[1], x.clone()
     cos, sin = (part.repeat(1, 2)[None] for part in table[positions].split(width // 2, -1))
     begin = 0

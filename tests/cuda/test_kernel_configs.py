@@ -6,6 +6,7 @@ import pytest
 
 from ..data import make_choices
 from ..data.make_choices import Layer
+from ..work import each
 
 HOPPER_LAYERS = [layer for layer in make_choices.layers() if layer.chip == "H200 SXM"]
 KINDS = make_choices.HOPPER_KINDS
@@ -38,8 +39,8 @@ def test_a_way_laid_out_takes_what_the_search_expected(kind):
             assert (variant, seconds) == found[kernel], (str(layer), tokens)
 
 
-@pytest.mark.parametrize("rows, columns", [(4096, 4096), (2112, 7168), (57344, 8192), (96, 64)])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@each("rows, columns", [(4096, 4096), (2112, 7168), (57344, 8192), (96, 64)])
+@each("kind", KINDS)
 def test_every_variant_is_a_way_of_its_own_or_the_choice(kind, rows, columns):
     plan = layer_of(kind, rows, columns).plan()
     for tokens in (1, 16, 33, 64, 96, 512, 2048):
@@ -70,7 +71,7 @@ def test_every_variant_is_a_way_of_its_own_or_the_choice(kind, rows, columns):
     ("cuda:sm90_nvfp4_fp8_prefill", ("NVFP4", "fp8", True), 512),
 ])  # fmt: skip
 def test_variants_are_many_ways(kernel, kind, tokens):
-    """And the choice is the soonest of them; were the variant lost on the way, there would be one."""
+    """The choice is the soonest of several; were the variant lost, there would be one."""
     plan = layer_of(kind).plan()
     configs = set()
     for variant in VARIANTS:
@@ -97,7 +98,7 @@ def test_without_a_scale_of_x_no_shape_is_taken_that_needs_it(tokens):
 
 
 def test_blocks_share_long_rows_of_x_that_are_not_quantized():
-    """Of the kernel for few tokens; values of 16 bits take twice the room of codes."""
+    """Values of 16 bits take twice the room of codes in the kernel for few tokens."""
     plan = layer_of(("FP8", "exact", False)).plan()
     plan.keep(8, "cuda:sm90_fp8_decode", 0)
     assert plan.config(8)[3] == 1

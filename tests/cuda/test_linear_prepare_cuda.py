@@ -226,7 +226,7 @@ def test_a_packed_weight_takes_nobodys_place(rng: Any, name: str) -> None:
 
 
 def test_many_threads_at_once(rng: Any) -> None:
-    """What one call finds wrong is not another's, also where there are more calls than notes."""
+    """A fault that one call finds is not another's, even with more calls than notes."""
     cases = [random_case(rng, "NVFP4", 128, [32]) for _ in range(4)]
     method, expected = cases[0].method(device="cuda:0"), [prepared_for_cuda(case, "exact") for case in cases]
     cases[3].parts[0]["weight_scale"][5, 2] = 0x7F

@@ -88,7 +88,7 @@ def test_some_experts_and_maps(rng: Any, data: Path, name: str) -> None:
 
 @pytest.mark.parametrize("algo", ["FP8", "FP8_PB_WO"])
 def test_codes_stay_where_they_were_copied_to(rng: Any, algo: str) -> None:
-    """What `load` hands to `prepare`: codes on the device, which are its result, and scales on the host."""
+    """`load` hands to `prepare` codes on the device, which are its result, and scales on the host."""
     stacks = random_stacks(rng, algo, EXPERTS, HIDDEN, INTERMEDIATE, bias="bfloat16")
     method = MoEMethod(algo, EXPERTS, HIDDEN, INTERMEDIATE, top_k=2, device="cuda:0")
     codes = {name: to_cuda(stacks[name]) for name in ("w13_weight", "w2_weight")}

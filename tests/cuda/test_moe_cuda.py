@@ -44,7 +44,7 @@ KERNELS = (
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where the layers of the tests of the CPU are in this module."""
+    """Device of the layers that the CPU's tests make in this module."""
     return "cuda:0"
 
 
@@ -111,7 +111,7 @@ def test_slots_of_several_blocks(rng, kind, tokens, top_k, experts):
 
 
 def test_chunks_of_tokens_are_as_one(rng):
-    """So many tokens that their rows go in chunks: each token has the bits that it has among few."""
+    """Thousands of tokens, whose rows go in chunks: each token has the bits that it has among few."""
     method = MoEMethod("NVFP4", 2, 4096, 8192, top_k=2, device="cuda:0", activation="relu2", gated=False)
     stacks = random_stacks(rng, "NVFP4", 2, 4096, 8192, gated=False)
     params = prepared(method, stacks)

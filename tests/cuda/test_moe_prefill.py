@@ -197,7 +197,7 @@ def test_chunks_of_tokens_are_as_one(rng, monkeypatch, algo, kernel):
 
 @pytest.mark.parametrize("config", [SMALL, DEEP, DEEPEST])
 def test_more_tiles_than_a_block_notes(rng, monkeypatch, config):
-    """Those who claim tiles then look at the list of them."""
+    """Warps that claim tiles then look at the list of them."""
     method = layer_of(monkeypatch, NVFP4, "NVFP4", 3, 64, 64, top_k=8)
     stacks = deciding_stacks(rng, NVFP4, "NVFP4", 3, 64, 64)
     tokens = 18000  # 2250 tiles and more, of which 1536 are noted

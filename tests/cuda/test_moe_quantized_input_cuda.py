@@ -33,7 +33,7 @@ FORCED = "test_codes_give_the_bits_of_what_they_were_made_from"
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where the layers of the tests of the CPU are in this module."""
+    """Device of the layers that the CPU's tests make in this module."""
     return "cuda:0"
 
 

@@ -40,7 +40,7 @@ FREE = (
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where the layers of the tests of the CPU are in this module."""
+    """Device of the layers that the CPU's tests make in this module."""
     return "cuda:0"
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ..work import HANGS
+
 pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
@@ -110,7 +112,7 @@ def test_kernels_are_launched_programmatically_behind_those_that_know_it(rng, va
         env={**os.environ, "MOQEXT_PDL": value},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,8 @@ import pytest
 
 from moqext import _C, LinearMethod, UnsupportedQuantization
 
+from ..work import each
+
 ALGOS = (
     *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"),
     *("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8"),
@@ -36,8 +38,8 @@ def test_cpu_kernels_run_elsewhere():
     assert all("runs on the CPU" in found[name] for name in found if name.startswith("cpu:"))
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.1"])
-@pytest.mark.parametrize("algo", ALGOS)
+@each("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.1"])
+@each("algo", ALGOS)
 def test_every_layer_has_a_kernel_from_ampere_on(algo, capability):
     assert reasons(algo, columns=4128, capability=capability)["cuda:simt"] is None
 
@@ -113,8 +115,8 @@ def test_more_outputs_than_tiles_are_counted_for(compute, kernel):
     assert reason == f"needs at most 2^40 outputs, got 1025 tokens of {2**30}"
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0"])
-@pytest.mark.parametrize(
+@each("capability", ["8.0", "8.9", "9.0", "10.0"])
+@each(
     "algo, compute",
     [("FP8", "exact"), ("FP8_PB_WO", "auto"), ("NVFP4", "exact"), ("NVFP4", "fp8"), ("NVFP4", "auto")],
 )

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 
+from ..work import HANGS  # noqa: E402
 from .cases import OnDevice, force, poisoned, to_cuda, to_numpy  # noqa: E402
 
 KERNELS = ["cuda:simt", ""]
@@ -33,7 +34,7 @@ def x(rng):
 
 
 class Protocol:
-    """What other libraries' streams are."""
+    """Streams as other libraries make them."""
 
     def __init__(self, handle):
         self.handle = handle
@@ -292,7 +293,7 @@ def contexts():
     "kernel", ["", "cuda:simt", "cuda:sm90_fp8_decode", "cuda:sm90_fp8_prefill", "cuda:cublaslt"]
 )
 def test_a_thread_whose_context_was_taken_away(rng, monkeypatch, contexts, x, kernel):
-    """Another library may pop it; it stays as that library left it."""
+    """A library may pop the context of a thread, which stays as that library left it."""
     if kernel:
         force(monkeypatch, kernel)
     layer = OnDevice(random_case(rng, "FP8_PER_CHANNEL_PER_TOKEN", COLUMNS, [ROWS]), "bfloat16")
@@ -317,7 +318,7 @@ def run(program, **variables):
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS,
     )
     assert done.returncode == 0, done.stderr
     return done

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 
+from ..work import HANGS  # noqa: E402
 from .cases import OnDevice, force, to_cuda, to_numpy  # noqa: E402
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
@@ -59,7 +60,7 @@ class Pair:
 
 
 def bits(tensor):
-    """Of a scalar too, which has none to view."""
+    """Gives the bits of a tensor; a scalar has none to view before it is reshaped."""
     return tensor.cpu().reshape(-1).view(torch.uint8)
 
 
@@ -143,7 +144,7 @@ def test_prepare(rng, algo):
 @pytest.mark.parametrize("rows", [3, 4096])
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_token", "fp8_group", "nvfp4"])
 def test_quantization(rng, scheme, rows):
-    """Of x, of silu(gate) * up and of a norm, whose kernels take shared memory."""
+    """Codes of x, of silu(gate) * up and of a norm, whose kernels take shared memory."""
     x = random_rows(rng, rows)
     weight = random_rows(rng, 1)[0]
     for function, args in (
@@ -263,7 +264,7 @@ def test_a_process_of_the_second_device_alone(kernel, tokens):
         env={**os.environ, "MOQEXT_KERNEL": kernel},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("context of the first device 0")

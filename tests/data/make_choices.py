@@ -66,7 +66,7 @@ class Layer(NamedTuple):
         return f"{self.chip}, {self.quant_algo}, {self.compute}{fast}, {rows}x{self.columns}"
 
     def plan(self) -> _C.LinearPlan:
-        """Of this layer."""
+        """Makes the plan of this layer."""
         about = (self.quant_algo, self.columns, list(self.partitions), None, "bfloat16", "cuda:0")
         return _C.linear_plan(*about, self.compute, capability=self.chip, fast_accum=self.fast)
 
@@ -94,7 +94,7 @@ def layers() -> Iterator[Layer]:
 
 
 def recorded() -> dict[str, list[str]]:
-    """What the file says, by the text of the layer."""
+    """Reads what the file says, by the text of the layer."""
     lines = (line.split(": ", 1) for line in FILE.read_text().splitlines())
     return {layer: choices.split("; ") for layer, choices in lines}
 

@@ -12,7 +12,7 @@ if find_spec("moqext_torch") is None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    """Where the layers of a test run: on the CPU always, on CUDA too where torch and moqext have it."""
+    """Device of the layers of a test: the CPU always, CUDA too where torch and moqext have it."""
     import torch
 
     from moqext import _C

@@ -91,7 +91,7 @@ def config_for(algo, packed=None, **fields):
 
 
 def cut(case, rank, ranks, axis):
-    """What one of several ranks has of a case: its rows of each part (axis 0), or its columns (axis 1)."""
+    """Takes the share of one of several ranks: its rows of each part (axis 0), or its columns (axis 1)."""
     parts = []
     for part in case.parts:
         mine = dict(part)

@@ -47,7 +47,7 @@ def to_cuda(call):
 
 
 def as_numbers(tensor):
-    """What compares by value: float8 as its bytes, without the sign of zero, which packing drops."""
+    """Makes tensors comparable by value: float8 as bytes, without the sign of zero, which packing drops."""
     tensor = tensor.cpu()
     if tensor.dtype != torch.float8_e4m3fn:
         return tensor

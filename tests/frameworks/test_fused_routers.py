@@ -24,7 +24,7 @@ OTHERS = ("exports/deepseek_nvfp4", "exports/gpt_oss_nvfp4", "exports/llama4_nvf
 
 
 def routers(model):
-    """Those that are fused, with their blocks."""
+    """Routers that are fused, with their blocks."""
     found = [(block.gate, block) for block in model.modules() if hasattr(block, "gate")]
     return [(gate, block) for gate, block in found if isinstance(gate, Fused)]
 

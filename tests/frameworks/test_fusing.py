@@ -33,7 +33,7 @@ KNOWN = {
     "gemma2": dict.fromkeys(EVERYTHING, 0),
     "phi": dict.fromkeys(EVERYTHING, 0),
 }
-"""What of two layers and a last norm is fused."""
+"""Lists what is fused of two layers and a last norm."""
 
 LLAMA = "checkpoints/llama_"
 
@@ -239,7 +239,7 @@ def test_tensors_of_parts_are_not_assigned(rng, tmp_path):
 
 
 class _Adapter(torch.nn.Module):
-    """What adapters put in the place of a linear."""
+    """A module as adapters put it in the place of a linear."""
 
     def __init__(self, base_layer):
         super().__init__()
@@ -275,7 +275,7 @@ def _patch(parent, name):
 @pytest.mark.parametrize("place", ["self_attn.v_proj", "mlp.gate_proj", "mlp.act_fn"])
 @torch.no_grad()
 def test_changes_of_fused_modules_have_an_effect(rng, tmp_path, change, place):
-    """As in the model that was not fused, and no more than that once they are gone."""
+    """Changes act as in the model that was not fused, and no longer once they are gone."""
     plain, fused = pair(rng, tmp_path, "llama")
     ids = random_ids(rng, plain, 2, 5)
     before = fused(ids).logits
@@ -289,7 +289,7 @@ def test_changes_of_fused_modules_have_an_effect(rng, tmp_path, change, place):
 
 @torch.no_grad()
 def test_another_second_norm_has_an_effect(rng, tmp_path):
-    """It is called as the model calls its own, without what is added before it."""
+    """The norm is called as the model calls its own, without what is added before it."""
     plain, fused = pair(rng, tmp_path, "llama")
     ids = random_ids(rng, plain, 2, 5)
     for model in (plain, fused):

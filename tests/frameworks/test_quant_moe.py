@@ -360,7 +360,7 @@ def test_a_device_that_experts_do_not_run_on_is_refused():
 
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_move_that_is_refused_changes_nothing(rng, monkeypatch, prepared):
-    """Of a device or dtype that experts do not run on: here one that is made up."""
+    """A device or dtype that experts do not run on: here one that is made up."""
     layer, call = filled_moe(moe_case(rng, "NVFP4")), random_call(rng, 2)
     expected = layer(*call) if prepared else None
 

@@ -1,4 +1,4 @@
-"""What SGLang makes of configurations with the plug-in: detection, method of each layer, refusals."""
+"""Configurations as SGLang reads them with the plug-in: detection, method of each layer, refusals."""
 
 import json
 import os

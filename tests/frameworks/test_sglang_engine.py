@@ -13,6 +13,7 @@ import pytest
 if find_spec("sglang") is None or find_spec("uvloop") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
+from ..work import HANGS
 from .sglang_process.sglang_absent import is_absent
 from .test_sglang_config import DATA, entry_point
 
@@ -34,7 +35,7 @@ def program(tmp_path):
             env=env,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=HANGS,
             check=False,
             start_new_session=True,  # an engine that fails ends its whole group
         )
@@ -104,7 +105,7 @@ def test_tokens_on_a_gpu(tmp_path, program, name):
 
 
 def test_without_the_plug_in_sglang_refuses_it(tmp_path, program):
-    """What the tokens above come from is the plug-in: SGLang's own method is not for float32."""
+    """The plug-in made the tokens above: SGLang's own method is not for float32."""
     directory = without_cache(DATA / "checkpoints" / "llama_fp8_kvfp8", tmp_path / "fp8")
     found, text = program("tokens", directory, MOQEXT_SGLANG="0")
     assert found is None

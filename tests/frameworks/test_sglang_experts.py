@@ -52,7 +52,7 @@ def routed(rng, device):
 
 
 def direct(case, x, chosen):
-    """The same experts by MoEMethod alone."""
+    """Computes these experts by MoEMethod alone."""
     method = case.method(device=x.device)
     params = method.prepare({role: tensor.to(x.device) for role, tensor in stacks_of(case).items()})
     return method(x, params, chosen.topk_weights, chosen.topk_ids)
@@ -116,7 +116,7 @@ def test_experts_of_one_rank(rng, algo, monkeypatch, device, routed):
 
 
 def rows_of_a_rank(case, rank):
-    """What one of two ranks has of the stacks: half of the rows of gate and up, and columns of down."""
+    """Takes the share of one of two ranks: half of the rows of gate and up, and columns of down."""
     half, found = slice(rank * INTERMEDIATE // 2, (rank + 1) * INTERMEDIATE // 2), {}
     for role, stack in stacks_of(case).items():
         kind, stack = stack.dtype, stack.view(torch.uint8) if stack.itemsize == 1 else stack

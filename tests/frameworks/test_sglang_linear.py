@@ -46,13 +46,13 @@ def random_x(rng, device):
 
 
 def alone(case, x):
-    """The same layer by LinearMethod alone, and its prepared tensors."""
+    """Makes the layer by LinearMethod alone, and its prepared tensors."""
     method = LinearMethod(case.algo, case.in_features, case.out_partitions, dtype=x.dtype, device=x.device)
     return method, method.prepare({role: tensor.to(x.device) for role, tensor in tensors_of(case).items()})
 
 
 def direct(case, x, bias=None):
-    """What LinearMethod alone gives."""
+    """Computes by LinearMethod alone."""
     method, params = alone(case, x)
     return method(x, params, bias)
 

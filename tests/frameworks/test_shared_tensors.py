@@ -13,7 +13,7 @@ from .torch_moe_cases import TOP_K, filled_moe, moe_case, random_call, stacks_of
 
 
 def assigned(layer, case):
-    """Another module with the same tensors, as from a state dict."""
+    """A second module with the tensors of the first, as from a state dict."""
     state = layer.state_dict()
     other = QuantLinear(
         case.in_features, case.out_partitions, case.algo, device="meta", optional=optional(state)

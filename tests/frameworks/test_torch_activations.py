@@ -1,4 +1,4 @@
-"""What is between linears as operations of torch, and the functions around the dispatcher."""
+"""Operations of torch between linears, and the functions around the dispatcher."""
 
 import pytest
 

@@ -19,7 +19,7 @@ LAYERS = [(algo, {}) for algo in ALGOS] + [
 
 
 def arguments(layer, *call):
-    """What the layer gives the operation; float8 as its bytes, which opcheck can compare."""
+    """Arguments that the layer gives the operation; float8 as bytes, which opcheck can compare."""
     seen = []
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
@@ -105,7 +105,7 @@ def test_a_reload_reaches_a_compiled_model(rng):
 
 
 def test_the_method_itself_refuses_gradients(rng):
-    """Of what results weigh, too, which is all that a router learns from."""
+    """Gradients of what results weigh are refused, too: a router learns from nothing else."""
     layer, (x, weights, ids) = filled_moe(moe_case(rng, "NVFP4")).prepare(), random_call(rng, 2)
     with pytest.raises(RuntimeError, match=r"^topk_weights: .* no gradient; pass topk_weights\.detach\(\)"):
         layer.method(x, layer._prepared, weights.requires_grad_(), ids)

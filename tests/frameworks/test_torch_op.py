@@ -14,7 +14,7 @@ fw = torch.autograd.forward_ad
 
 
 def arguments(layer, x):
-    """What the layer gives the operation; float8 as its bytes, which opcheck can compare."""
+    """Arguments that the layer gives the operation; float8 as bytes, which opcheck can compare."""
     seen = []
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):

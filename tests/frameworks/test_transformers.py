@@ -143,7 +143,7 @@ def test_logits_and_greedy_tokens_are_the_references(rng, data, directory):
 @pytest.mark.parametrize("directory", DENSE)
 @torch.no_grad()
 def test_logits_in_bfloat16(rng, data, directory):
-    """Both models round each linear by 2.5e-3 at most; weights alone: FP8 activations are noise beside it."""
+    """Each linear of both models rounds by 2.5e-3 at most. Weights alone: FP8 activations are noise."""
     model = AutoModelForCausalLM.from_pretrained(data / directory)
     assert model.dtype == torch.bfloat16
     plain = plain_model(data / directory, torch.bfloat16)

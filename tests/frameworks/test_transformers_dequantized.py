@@ -102,7 +102,7 @@ def test_experts_one_by_one(rng, tmp_path):
 
 
 def test_a_head_of_its_own(rng, tmp_path):
-    """It is not tied to the embedding, whatever config.json says."""
+    """lm_head is not tied to the embedding, whatever config.json says."""
     plain_copy(rng, tmp_path / "plain", small("qwen2"))
 
     def quantize(config, tensors):

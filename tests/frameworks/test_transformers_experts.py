@@ -176,7 +176,7 @@ def test_logits_and_greedy_tokens_are_the_plain_models(rng, data, directory, tmp
 @pytest.mark.parametrize("directory", GENUINE)
 @torch.no_grad()
 def test_in_bfloat16(rng, data, directory):
-    """As from_pretrained loads it; the model in float32 rounds less."""
+    """Loads as from_pretrained does; the model in float32 rounds less."""
     model = loaded(data / directory)
     assert model.dtype == torch.bfloat16
     assert {module.dtype for module in quantized(model).values()} == {torch.bfloat16}

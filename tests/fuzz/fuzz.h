@@ -1,5 +1,6 @@
-/* What the fuzz targets share: reading a test case from bytes, checks that end the process, a JSON
- * reader that builds the trees the binding would, and tensors whose memory ends where they end.
+/* Parts shared by the fuzz targets: reading a test case from bytes, checks that end the process, a
+ * JSON reader that builds the trees the binding would, and tensors whose memory ends where they
+ * end.
  *
  * A target is one file with LLVMFuzzerTestOneInput. It is linked with libFuzzer's main, or with
  * that of replay.c, which runs it over the files it is given. */

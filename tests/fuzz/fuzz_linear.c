@@ -195,8 +195,9 @@ static double weight_at(const layer *l, int64_t n, int64_t k) {
     return code * fuzz_element(scale, block * columns + k / MOQ_FP8_BLOCK);
 }
 
-/* What one output may be away from the exact sum: `size` is the sum of its terms' magnitudes, and
- * `flat` that of the largest terms there could be, which quantized activations round to a part of.
+/* Bounds how far one output may be from the exact sum: `size` is the sum of its terms' magnitudes,
+ * and `flat` that of the largest terms there could be, which quantized activations round to a part
+ * of.
  */
 static double allowed(const moq_linear_spec *spec, double sum, double size, double flat) {
     const double rounding = spec->dtype == MOQ_DT_F32   ? 0x1p-24

@@ -99,7 +99,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         const moq_value *free_text = moq_value_member(&document, "__metadata__");
         const size_t distinct = document.as.object.count - (free_text ? 1 : 0);
         FUZZ_CHECK(distinct <= (size_t)tensors, "%zu of %lld", distinct, (long long)tensors);
-        /* Of names that are there twice the document has the last. */
+        /* The document has the last one of names that are there twice. */
         if (distinct == (size_t)tensors &&
             (free_text ? free_text->as.object.count : 0) == (size_t)metadata)
             read_all(header, &document, room, &metadata);

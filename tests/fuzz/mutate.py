@@ -218,7 +218,7 @@ def read_config(document: Any) -> None:
 
 
 def outcome(call: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """What the call returns, or None where it refuses as it may."""
+    """Returns what the call returns, or None where it refuses as it may."""
     try:
         return call(*args, **keywords)
     except REFUSALS:

@@ -1,4 +1,4 @@
-"""What `make fuzz` runs: every target for some seconds; status 1 when one found something.
+"""Program of `make fuzz`: every target for some seconds; status 1 when one found something.
 
     python tests/fuzz/run.py [--seconds S] [--runs N] [TARGET ...]
 

@@ -72,7 +72,7 @@ def find_fuzzer() -> str:
 
 
 def file_options() -> dict[str, list[str]]:
-    """What setup.py compiles files of some names with, by the end of their stem."""
+    """Options of setup.py for files of some names, by the end of their stem."""
     found: dict[str, dict[str, list[str]]] = {}
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("AVX512", "FILE_OPTIONS"):

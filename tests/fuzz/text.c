@@ -174,7 +174,7 @@ static bool read_number(reader *r, moq_value *out) {
         return true;
     }
     const double real = strtod(buffer, &end);
-    /* What the binding makes of an integer beyond 64 bits. */
+    /* The binding's form of an integer beyond 64 bits. */
     const double bounded = whole ? copysign(1e300, real) : real;
     *out = (moq_value){.kind = MOQ_FLOAT, .as.real = bounded};
     return size > 0 && end == buffer + size;

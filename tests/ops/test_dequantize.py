@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 import moqext
 from moqext import ops, reference
 
+from ..work import each
+
 VECTOR = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN"]
 NVFP4 = ["NVFP4", "NVFP4_AWQ", "NVFP4_SVD", "W4A16_NVFP4", "W4A8_NVFP4_FP8"]
 MXFP4 = ["MXFP4", "W4A8_MXFP4_FP8"]
@@ -80,7 +82,7 @@ def cases(rng):
 
 
 def equal(actual, expected):
-    """Same dtype, shape and bits; the payload and sign of a NaN are left open."""
+    """Compares dtype, shape and bits; the payload and sign of a NaN are left open."""
     actual = np.asarray(actual)
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
@@ -139,7 +141,7 @@ def test_rounding_once_differs_from_rounding_twice(dtype):
 
 
 def test_a_zero_scale_makes_zeros_of_nan_codes():
-    """What exporters write for a linear of zeros."""
+    """Exporters give a linear of zeros the scale 0, beside codes or block scales that are NaN."""
     fp8 = ops.dequantize(np.full((4, 8), 0xFF, np.uint8), "FP8", weight_scale=np.zeros((), np.float32))
     nvfp4 = ops.dequantize(
         np.full((4, 8), 0x77, np.uint8),
@@ -478,7 +480,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each("case", REFUSED)
 def test_bad_arguments_are_refused_by_name_and_nothing_is_written(case):
     error, message, weight, algo, options = REFUSED[case]
     before = options["out"].copy() if "out" in options else None

@@ -9,6 +9,8 @@ from fake_dlpack import CPU, CUDA, FLOAT32, Lender, MutableProducer, Producer
 
 from moqext import ops
 
+from ..work import each
+
 UINT8 = (1, 8, 1)
 
 
@@ -45,7 +47,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 def test_device_memory_is_refused_by_name(name):
     with pytest.raises(
         BufferError, match=rf"^{name.strip()}: expected a tensor in host memory, got one on cuda:0"

@@ -9,6 +9,7 @@ from moqext import ops, reference
 from ..expert_cases import apart
 from ..moe_cases import random_stacks
 from ..quantize_cases import carrier, swizzled
+from ..work import each
 
 NOT_NAN = np.uint8([code for code in range(256) if code & 0x7F != 0x7F])
 
@@ -30,8 +31,8 @@ def moved_to_max(weight, scales, is_gated):
     return codes, largest
 
 
-@pytest.mark.parametrize("exponent", [(-12, -6), (-26, -18), (3, 12)], ids=str)
-@pytest.mark.parametrize("shape", [(1, 2, 1), (5, 32, 24), (3, 14, 65)], ids=str)
+@each("exponent", [(-12, -6), (-26, -18), (3, 12)])
+@each("shape", [(1, 2, 1), (5, 32, 24), (3, 14, 65)])
 def test_weights_of_experts_move_to_the_larger_scale(shape, exponent, rng):
     """Usual scales, scales that make float16 subnormal, and scales that make it infinite."""
     experts, rows, _ = shape
@@ -98,8 +99,8 @@ def test_stacks_without_experts_or_columns():
     assert ops.swap_gate_up(np.zeros((3, 0, 4), np.float32)).shape == (3, 0, 4)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float16", "float32", "float64"])
-@pytest.mark.parametrize("shape", [(3, 2), (4, 6, 5), (2, 8, 64), (2, 4, 3, 5)], ids=str)
+@each("dtype", ["uint8", "uint16", "float16", "float32", "float64"])
+@each("shape", [(3, 2), (4, 6, 5), (2, 8, 64), (2, 4, 3, 5)])
 def test_gate_and_up_change_places(shape, dtype, rng):
     size = np.dtype(dtype).itemsize
     stack = rng.integers(0, 256, (*shape, size), np.uint8).view(dtype)[..., 0]
@@ -337,7 +338,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each("case", REFUSED)
 def test_bad_arguments_are_refused_by_name(case):
     error, message, call = REFUSED[case]
     with pytest.raises(error, match=message):

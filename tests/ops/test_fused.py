@@ -5,9 +5,19 @@ import pytest
 
 from moqext import ops, reference
 
-from ..quantize_cases import KINDS, as_dtype, carrier, hostile, same_codes, same_scales, swizzled
+from ..quantize_cases import (
+    KINDS,
+    as_dtype,
+    carrier,
+    hostile,
+    same_codes,
+    same_scales,
+    shapes_and_kinds,
+    swizzled,
+)
+from ..work import each
 
-SHAPES = [(1, 16), (3, 128), (2, 3, 272), (5, 1040), (257, 48), (2, 36112), (0, 32)]
+SHAPES = [(1, 16), (3, 128), (2, 3, 272), (5, 1040), (17, 48), (2, 36112), (0, 32)]
 SCHEMES = ["fp8_tensor", "fp8_token", "fp8_group", "nvfp4", "nvfp4_swizzled"]
 NVFP4 = ("nvfp4", "nvfp4_swizzled")
 
@@ -57,8 +67,7 @@ def same_values(actual, expected, dtype):
     np.testing.assert_array_equal(np.signbit(actual[actual == 0]), np.signbit(expected[actual == 0]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, kind", shapes_and_kinds([*SHAPES, (257, 48)], (2, 3, 272)), ids=str)
 def test_silu_and_mul(rng, shape, kind, dtype):
     x, values = as_dtype(hostile(rng, (*shape[:-1], 2 * shape[-1]), kind) * 3, dtype)
     v = reference.silu_and_mul(values, dtype)
@@ -71,8 +80,7 @@ def test_silu_and_mul(rng, shape, kind, dtype):
             same(actual, quantized(v, scheme, scale), scheme)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, kind", shapes_and_kinds(SHAPES, (2, 3, 272)), ids=str)
 def test_rms_norm(rng, shape, kind, dtype):
     x, values = as_dtype(hostile(rng, shape, kind), dtype)
     residual, other = as_dtype(hostile(rng, shape, "normal"), dtype)
@@ -170,10 +178,9 @@ def test_outputs_in_place_and_in_full(rng):
         np.testing.assert_array_equal(carrier(actual), carrier(wanted))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, kind", shapes_and_kinds(SHAPES, (2, 3, 272)), ids=str)
 def test_values_beside_codes(rng, shape, kind, dtype):
-    """Those of rms_norm, while codes, scales and z stay what they are without."""
+    """Values are those of rms_norm; codes, scales and z stay what they are without value_out."""
     x, _ = as_dtype(hostile(rng, shape, kind), dtype)
     residual = raw_as(rng.standard_normal(shape), dtype)
     weight = raw_as(rng.standard_normal(shape[-1]), dtype)
@@ -189,6 +196,14 @@ def test_values_beside_codes(rng, shape, kind, dtype):
             expected = ops.rms_norm_quantize(x, weight, 1e-6, scheme, residual=other)
             for got, wanted in zip(found, expected, strict=True):
                 assert np.asarray(carrier(got)).tobytes() == np.asarray(carrier(wanted)).tobytes()
+
+
+@pytest.mark.slow
+def test_every_kind_at_every_shape(rng, dtype):
+    for kind in KINDS:
+        for shape in SHAPES:
+            for function in (test_silu_and_mul, test_rms_norm, test_values_beside_codes):
+                function(rng, shape, kind, dtype)
 
 
 X = np.ones((2, 32), np.float32)
@@ -260,7 +275,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each("case", REFUSED)
 def test_bad_arguments_are_refused_by_name(case):
     error, message, call = REFUSED[case]
     with pytest.raises(error, match=message):

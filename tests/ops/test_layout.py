@@ -6,11 +6,12 @@ import pytest
 from moqext import ops, reference
 
 from ..quantize_cases import swizzled
+from ..work import each
 
 SHAPES = [(1, 1), (128, 4), (129, 5), (31, 3), (200, 17), (2, 128, 4), (3, 130, 9), (0, 4), (5, 0), (0, 7, 7)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each("shape", SHAPES)
 def test_swizzle_and_back(rng, shape):
     scale = rng.integers(0, 256, shape, np.uint8)
     expected = swizzled(scale)
@@ -240,7 +241,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each("case", REFUSED)
 def test_bad_arguments_are_refused_by_name(case):
     error, message, call = REFUSED[case]
     with pytest.raises(error, match=message):

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from moqext import ops, reference
 
+from ..work import each
+
 layers = st.tuples(
     st.integers(1, 150), st.integers(1, 20), st.sampled_from([16, 32]), st.integers(0, 2**32 - 1)
 )
@@ -123,7 +125,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("message", MISTAKES)
+@each("message", MISTAKES)
 def test_mistakes_are_named(message):
     with pytest.raises((TypeError, ValueError, BufferError), match=f"^{message}"):
         MISTAKES[message]()

@@ -19,6 +19,7 @@ from ..moe_cases import (
     random_routing,
     random_stacks,
 )
+from ..work import each
 
 ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu2"]
 
@@ -207,8 +208,8 @@ def test_interleaved_rows_are_those_of_halves(algo, rng):
     np.testing.assert_array_equal(y, experts_reference(x, stacks | halves, weights, ids, quant_algo=algo))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("bias", [None, "float32", "bfloat16"])
+@each("dtype", ["bfloat16", "float16", "float32"])
+@each("bias", [None, "float32", "bfloat16"])
 def test_dtypes_and_biases(dtype, bias, rng):
     stacks = random_stacks(rng, "NVFP4_AWQ", 4, 32, 32, bias=bias)
     x = tokens_of(rng, (5, 32), dtype)
@@ -356,7 +357,7 @@ def test_expert_map_and_ids_outside_it(algo, rng):
 
 
 def test_shares_of_experts_sum_to_the_whole(rng):
-    """As expert parallelism splits them, of an algorithm whose scales belong to one expert each."""
+    """Experts are split as expert parallelism does; the algorithm's scales belong to one expert each."""
     stacks = random_stacks(rng, "NVFP4", 6, 32, 32)
     x = tokens_of(rng, (8, 32))
     weights, ids = random_routing(rng, 8, 3, 6)
@@ -380,8 +381,8 @@ def test_local_numbers_outside_the_experts_count_nothing(rng):
     assert not y.any()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("algo", ["FP8", "NVFP4_AWQ", "FP8_PER_CHANNEL_PER_TOKEN"])
+@each("dtype", ["bfloat16", "float16", "float32"])
+@each("algo", ["FP8", "NVFP4_AWQ", "FP8_PER_CHANNEL_PER_TOKEN"])
 def test_router_weight_on_the_input(algo, dtype, rng):
     stacks = random_stacks(rng, algo, 3, 32, 32)
     x = tokens_of(rng, (6, 32), dtype)
@@ -404,8 +405,8 @@ def test_router_weight_on_the_input(algo, dtype, rng):
         )
 
 
-@pytest.mark.parametrize("on_input", [False, True])
-@pytest.mark.parametrize("algo", ALGOS)
+@each("on_input", [False, True])
+@each("algo", ALGOS)
 def test_a_nan_weight_shows_only_where_its_slot_counts(algo, on_input, rng):
     stacks = random_stacks(rng, algo, 3, 32, 32)
     x = tokens_of(rng, (3, 32))

@@ -151,7 +151,7 @@ def test_dequantized_is_within_half_a_step_of_the_original(case, linears):
         scale = scale_of_each_code(layer.params, layer.algo)
         half = e2m1_half_step if "FP4" in layer.algo else e4m3_half_step
         magnitude = np.abs(layer.original) / scale
-        # Of a plain FP8 weight the quotient was rounded to bfloat16 first, which moves it by up to 2^-9.
+        # The quotient of a plain FP8 weight was rounded to bfloat16 first, which moves it by up to 2^-9.
         allowed = half(magnitude) + magnitude * (2.0**-8 if layer.algo == "FP8" else 2.0**-20)
         assert (np.abs(weight - layer.original.astype(np.float64)) <= allowed * scale).all(), layer.name
 

@@ -1,4 +1,4 @@
-"""What stored weights mean: scale shapes, stacked experts, degenerate tensors, smoothing, bad tensors."""
+"""Meaning of stored weights: scale shapes, stacked experts, degenerate tensors, smoothing, bad tensors."""
 
 import ml_dtypes
 import numpy as np
@@ -6,6 +6,8 @@ import pytest
 
 from moqext import reference
 from moqext.reference import dequantize, quantize_weight
+
+from ..work import each
 
 ALL = list(reference.weights.DEQUANTIZERS)
 NVFP4_FAMILY = ["NVFP4", "NVFP4_AWQ", "NVFP4_SVD", "W4A16_NVFP4"]
@@ -23,7 +25,7 @@ def relative_error(actual, expected):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("algo", ALL)
+@each("algo", ALL)
 def test_quantized_weight_is_near_the_original(algo, rng):
     weight = random_weight(rng)
     stored = dequantize(quantize_weight(weight, algo), algo)
@@ -37,7 +39,7 @@ def test_quantized_weight_is_near_the_original(algo, rng):
     assert error > 1e-3
 
 
-@pytest.mark.parametrize("algo", ALL)
+@each("algo", ALL)
 def test_zero_rows_and_zero_weights(algo, rng):
     weight = random_weight(rng)
     weight[:32, :128] = 0

@@ -1,4 +1,4 @@
-"""What the tests have the engine do, in a process of its own: `engine.py TASK ARGUMENT...`.
+"""Tasks of the engine for the tests, in a process of its own: `engine.py TASK ARGUMENT...`.
 
 Nothing of the plug-in is imported before vLLM has found it. Models are float32 on the CPU and bfloat16 on a
 GPU, where vLLM's attention wants 16 bits.
@@ -273,7 +273,7 @@ def compare_layers(directory, model):
 
 
 def reload(*pairs):
-    """What reloads do, for pairs of directories of the same shapes, "one,other": tokens by what was loaded.
+    """Reports what reloads do, for pairs of directories of equal shapes, "one,other": tokens by load.
 
     Last comes whether all parameters are the same objects at the same places as at first.
     """
@@ -373,7 +373,7 @@ def random(*directories):
 
 
 def outputs(model):
-    """Of each quantized linear whether its output is finite, and not zero."""
+    """Tells of each quantized linear whether its output is finite, and not zero."""
     found = {}
     for name, module in model.named_modules():
         if type(getattr(module, "quant_method", None)).__name__ == "MoqextModelOptLinearMethod":
@@ -396,7 +396,7 @@ def routed(directory, how):
 
 
 def routers(model):
-    """Of each layer of experts whether its method routes."""
+    """Tells of each layer of experts whether its method routes."""
     found = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
     return {
         name: method.is_monolithic
@@ -602,7 +602,7 @@ def describe(param):
 
 
 def error(directory):
-    """What loading a damaged checkpoint raises; what is left of the engine makes a second one fail."""
+    """Tells what loading a damaged checkpoint raises; what is left of the engine makes a second one fail."""
     try:
         make_engine(directory)
     except Exception as found:

@@ -1,8 +1,7 @@
-"""What is wrong with a checkpoint as a whole is told before anything is loaded."""
+"""Faults of a checkpoint as a whole are told before anything is loaded."""
 
 import json
 import shutil
-import time
 
 import numpy as np
 import pytest
@@ -78,12 +77,10 @@ def test_what_is_no_checkpoint_is_left_to_vllm(tmp_path):
 
 
 @pytest.mark.parametrize("directory", GENUINE, ids=lambda path: path.name)
-def test_genuine_checkpoints_pass_in_no_time(directory):
+def test_genuine_checkpoints_pass(directory):
     from moqext_vllm.check import check_checkpoint
 
-    begin = time.perf_counter()
     check_checkpoint(str(directory))
-    assert time.perf_counter() - begin < 1
 
 
 def test_the_engine_asks(engine, directory):

@@ -96,7 +96,7 @@ def test_the_modelopt_meaning_is_an_option(monkeypatch):
 
 
 def test_sums_of_the_tensor_cores_are_an_option(monkeypatch):
-    """Of linears in FP8: the weights of others have no such products, and their rows are as exact as ever."""
+    """Linears in FP8 have such products; weights of others have none, and their rows are as exact as ever."""
     import torch
 
     from moqext_vllm.config import CONFIGS

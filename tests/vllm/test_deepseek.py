@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
 
 ALGOS = ("FP8", "NVFP4")
 ROUNDINGS = 8 * 2.0**-24
-"""Of float32, of a product with scales and back."""
+"""Rounding of float32, of a product with scales and back."""
 
 
 @pytest.fixture(scope="module")

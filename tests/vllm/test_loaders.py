@@ -76,7 +76,7 @@ def fill(layer, role, expert, shard, rng, zero=False):
 
 
 def test_an_expert_of_zeros_was_loaded(rng):
-    """Its block scales are all NaN, as are those that nothing filled, and its codes may be all minus zero."""
+    """A layer of zeros has block scales that are all NaN, and codes that may be all minus zero."""
     method, layer = make_experts()
     roles = [role for role in method.method.checkpoint_params if hasattr(layer, role)]
     roles = [role for role in roles if not role.endswith(("input_scale", "pre_quant_scale"))]

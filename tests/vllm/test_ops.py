@@ -28,7 +28,7 @@ def on_device():
 
 @pytest.fixture(scope="module")
 def served(engine):
-    """What the task "ops" says, by how the engine runs and by the switch, and what "values" says."""
+    """Answers of the task "ops", by how the engine runs and by the switch, and of "values"."""
     cases = [("ops", how, switch) for how in ("eager", "compiled") for switch in ("0", "1")]
     cases.append(("values", json.dumps({"dtype": "bfloat16"}), "1"))
 
@@ -42,7 +42,7 @@ def served(engine):
 
 
 def first_difference(tokens, own):
-    """What two runs of a prompt say of the step at which their tokens part; None if they never do."""
+    """Compares two runs of a prompt at the step at which their tokens part; None if they never do."""
     for one, other in zip(tokens, own, strict=True):
         if one[0] != other[0]:
             return one, other

@@ -81,7 +81,7 @@ def alone(engine, directories):
 
 @pytest.fixture(scope="module")
 def split(environment, directories, tmp_path_factory):
-    """What each of two ranks says of all cases: experts come first, as vLLM makes their groups once."""
+    """Answers of two ranks to all cases: experts come first, as vLLM makes their groups once."""
     place = tmp_path_factory.mktemp("meeting")
     cases = [json.dumps([str(directories[name]), options]) for name, options in SPLIT.values()]
     every = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MEETING": f"{place}/moqext-{os.getpid()}-"}

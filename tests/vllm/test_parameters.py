@@ -45,12 +45,12 @@ NEITHER = {  # and what both, or first moqext and then vLLM, say
     "nvfp4_kvaffine": ("NVFP4_AFFINE", "no attribute 'data'"),
 }
 ON_THE_CACHE = "kv-cache-dtype nvfp4 is not supported"
-"""What 0.33 says of a cache in NVFP4 on a CPU; 0.32 builds the model."""
+"""Message of 0.33 for a cache in NVFP4 on a CPU; 0.32 builds the model."""
 
 
 @pytest.fixture(scope="module")
 def built(engine):
-    """What either says of each genuine checkpoint."""
+    """Answers of either to each genuine checkpoint."""
     both = [
         engine("parameters", *GENUINE, MOQEXT_VLLM_CHECK="0", VLLM_PLUGINS=plugins)
         for plugins in ("moqext", "none")

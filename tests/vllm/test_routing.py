@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
 
 STEPS = 16  # of decoding, the first of them the prompts' own
 ROUNDINGS = 32 * 2.0**-24
-"""Of float32, of exp, of sums of a few scores and of a quotient."""
+"""Rounding of float32, of exp, of sums of a few scores and of a quotient."""
 GROUPS = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
 BIASED = {"scoring_func": "sigmoid", "bias": True, "renormalize": True, "routed_scaling_factor": 2.5}
 KNOWN = {

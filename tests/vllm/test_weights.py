@@ -13,7 +13,7 @@ NAMES = (
     *("checkpoints/qwen3moe_fp8", "checkpoints/qwen3moe_nvfp4", "exports/mixtral_nvfp4"),
 )
 ROUNDINGS = 8 * 2.0**-24
-"""Of float32, of a product with scales and back."""
+"""Rounding of float32, of a product with scales and back."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What stands for libraries that SGLang imports, where they are absent: kernels, grammars, images.
+"""Stand-ins for absent libraries that SGLang imports: kernels, grammars, images.
 
 Nothing of the stand-ins is called by what the tests run: a kernel that is called raises. What asks whether a
 library is there is told that it is not.
@@ -27,7 +27,7 @@ _KNOWN = {
 
 
 class _Nothing:
-    """What an absent library has under any name that is no class."""
+    """Stand-in for any name of an absent library that is no class."""
 
     def __init__(self, name):
         self._name = name
@@ -46,7 +46,7 @@ class _Nothing:
 
 
 class _Class:
-    """What stands for a class, in models of pydantic and in annotations too."""
+    """Stand-in for a class, in models of pydantic and in annotations too."""
 
     def __class_getitem__(cls, item):
         return cls

@@ -1,4 +1,4 @@
-"""What the test has the engine do, in a process of its own: `sglang_engine.py TASK DIRECTORY DEVICE DTYPE`.
+"""Tasks of the engine for the test, in a process of its own: `sglang_engine.py TASK DIRECTORY DEVICE DTYPE`.
 
 Nothing of the plug-in is imported before SGLang has found it.
 """
@@ -7,7 +7,7 @@ import json
 import sys
 
 PROMPTS = [[2, 51, 14], [6, 30, 39, 28, 59], [7, 1, 56, 28, 24, 19, 10]]
-"""Of each token that these models choose the logit is at least 0.008 above the next, in float32."""
+"""The logit of each token that these models choose is at least 0.008 above the next, in float32."""
 NEW = 16
 OPTIONS = {
     "log_level": "info",  # an Engine says errors alone
