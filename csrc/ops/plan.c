@@ -232,9 +232,9 @@ moq_status moq_plan_keep(moq_plan *plan, int64_t m, const char *kernel, int32_t 
                          moq_err *err) {
     int row = find_kept(plan, m, kernel);
     if (row < 0)
-        return moq_fail(err, MOQ_ERR_VALUE,
-                        "kernel: expected one of this plan that runs %lld tokens, got \"%.64s\"",
-                        (long long)m, kernel);
+        return moq_fail_of(err, MOQ_ERR_VALUE, "kernel",
+                           "expected one of this plan that runs %lld tokens, got \"%.64s\"",
+                           (long long)m, kernel);
     int i = find_tuned(plan, m);
     if (i == MOQ_MAX_TUNED)
         return moq_fail_of(err, MOQ_ERR_VALUE, "tokens", "a layer can be tuned for %d numbers",
