@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from benchmarks import layers, record
 from benchmarks.goals import geomean
-from moqext.linear import LinearMethod
-from moqext.method import Timing
+from moqext.layers.linear import LinearMethod
+from moqext.layers.method import Timing
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 

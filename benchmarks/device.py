@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moqext.bench import Ceilings
+from moqext.tools.bench import Ceilings
 
 LEAST_CALLS = 20
 MOST_CALLS = 160

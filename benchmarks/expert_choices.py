@@ -30,8 +30,8 @@ from benchmarks import device, record
 from benchmarks.goals import geomean
 from benchmarks.moe_layers import MODELS, UNIFORM, Batch, Sizes, draw, expert_map_of
 from moqext import MoEMethod
-from moqext.linear import Compute
-from moqext.method import ParamSpec
+from moqext.layers.method import ParamSpec
+from moqext.ops.spelling import Compute
 
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 8192)
 LAYERS = (

@@ -26,8 +26,9 @@ import numpy as np
 import moqext
 from benchmarks import record
 from benchmarks.linear_cpu import TOKENS, default_output
-from moqext import bench, reference
+from moqext import reference
 from moqext.cli.bench import SHAPES, Table
+from moqext.tools import bench
 
 NAME = "NVFP4 of llama.cpp"
 TYPE_F32, TYPE_NVFP4 = 0, 40

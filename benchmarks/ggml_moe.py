@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.ggml_cpu import GRAPH_BYTES, NAME, TYPE_F32, TYPE_NVFP4, Arena, Ggml
 from benchmarks.moe_cpu import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, Batch, Layer
-from moqext import bench
+from moqext.tools import bench
 
 TYPE_I32 = 26
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks import nvfp4
-from moqext.bench import PEER, copies
+from moqext.tools.bench import PEER, copies
 
 ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moqext.svg import label
+from moqext.tools.svg import label
 
 Row = Mapping[str, Any]
 COLOURS = {"bfloat16": "#444444", "FP8": "#0072b2", "NVFP4": "#d55e00"}

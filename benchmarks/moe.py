@@ -55,8 +55,8 @@ from benchmarks.moe_layers import (
 from benchmarks.neighbour_chain import NEIGHBOURS, OWN
 from benchmarks.neighbours import ALL, ALONE, NONE
 from moqext import ops
-from moqext.bench import PEER, Ceilings
-from moqext.expert_slack import rounds_d
+from moqext.tools.bench import PEER, Ceilings
+from moqext.tools.expert_slack import rounds_d
 
 TOKENS = (1, 4, 8, 16, 64, 256, 512, 1024, 4096, 8192)
 BLOCK_TOKENS = 64

@@ -1,7 +1,7 @@
 """Layers of experts on the CPU, beside torch's bfloat16 on the experts that are asked for.
 
 A layer has the sizes of one of Qwen3-30B-A3B: 128 experts, top 8, hidden size 2048, intermediate size 768.
-Contestants take turns in one process on as many threads (`moqext.bench`). Each call has the next of several
+Contestants take turns in one process on as many threads (`tools.bench`). Each call has the next of several
 batches, whose experts are drawn anew, so that weights come from memory. torch's layer gathers the rows of
 each expert that has some, multiplies them by its two weights in bfloat16, and adds the weighted results:
 what Transformers does without quantization, and no expert that nobody asked for is touched.
@@ -26,7 +26,8 @@ import numpy as np
 import moqext
 from benchmarks import record
 from benchmarks.linear_cpu import default_output
-from moqext import MoEMethod, bench
+from moqext import MoEMethod
+from moqext.tools import bench
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4")

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 from benchmarks import layers, nvfp4
 from moqext import MoEMethod, reference
-from moqext.bench import PEER
-from moqext.moe import Activation
+from moqext.ops.spelling import Activation
+from moqext.tools.bench import PEER
 
 ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", layers.NVFP4, layers.NVFP4_FP8)
 Scoring = Literal["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from benchmarks import record
 from benchmarks.layers import NVFP4, NVFP4_FP8
 from benchmarks.moe_layers import POWER, UNIFORM
-from moqext.bench import PEER
+from moqext.tools.bench import PEER
 
 OWN, ORDINARY = "moqext", "moqext, ordinary launches"
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks import layers
 from moqext import ops
-from moqext.bench import PEER, copies
-from moqext.linear import LinearMethod
+from moqext.layers.linear import LinearMethod
+from moqext.tools.bench import PEER, copies
 
 EPS = 1e-5
 INPUT_AMAX = {"qkv": 6.0, "square": 6.0, "o": 24.0, "gate_up": 6.0, "down": 24.0}

@@ -55,7 +55,7 @@ from benchmarks.neighbour_chain import (
     Sizes,
     make_linears,
 )
-from moqext.bench import PEER
+from moqext.tools.bench import PEER
 
 TOKENS = (1, 16, 64)
 ALONE = "alone"

@@ -25,7 +25,7 @@ import numpy as np
 import moqext
 from benchmarks import record
 from moqext import _C, ops
-from moqext.bench import CALLS, PAUSE
+from moqext.tools.bench import CALLS, PAUSE
 
 SHAPES = ((4096, 4096), (16, 14336))
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {

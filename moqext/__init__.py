@@ -28,19 +28,19 @@ except ImportError as error:
 from moqext import ops
 from moqext._C import ConfigError, UnsupportedQuantization, num_threads, set_num_threads
 from moqext.checkpoint import Checkpoint
-from moqext.config import Conflict, LayerQuant, QuantConfig, detect
-from moqext.convert import Conversion
 from moqext.errors import CheckpointError
-from moqext.kv_cache import KVCacheMethod, KVScales
-from moqext.linear import LinearMethod
-from moqext.load import Layer
-from moqext.load_experts import ExpertLayer, ExpertPart
-from moqext.method import ParamSpec, Timing
-from moqext.moe import MoEMethod
+from moqext.layers.kv_cache import KVCacheMethod, KVScales
+from moqext.layers.linear import LinearMethod
+from moqext.layers.load import Layer
+from moqext.layers.load_experts import ExpertLayer, ExpertPart
+from moqext.layers.method import ParamSpec, Timing
+from moqext.layers.moe import MoEMethod
+from moqext.layers.read_stacks import stack_experts
 from moqext.ops import route
-from moqext.problems import Problem
-from moqext.records import KVRecord, LayerRecord, Projection
-from moqext.stack_experts import stack_experts
+from moqext.reader.config.quant_config import Conflict, LayerQuant, QuantConfig, detect
+from moqext.reader.problems import Problem
+from moqext.reader.records import KVRecord, LayerRecord, Projection
+from moqext.tools.convert import Conversion
 from moqext.variables import check_variables
 
 __version__: str = _C.build_info()["version"]
@@ -80,5 +80,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What is public: the names above and the modules that users import."""
+    """The public names: those above and the modules that users import."""
     return sorted([*__all__, "reference"])

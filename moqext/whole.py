@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from moqext.errors import CheckpointError
-from moqext.untrusted import expand_home
+from moqext.reader.files.untrusted import expand_home
 
 
 def output_path(name: str) -> Path:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moqext import _C, MoEMethod, UnsupportedQuantization, reference
-from moqext.expert_slack import rounds_d, sums_in_cores
+from moqext.tools.expert_slack import rounds_d, sums_in_cores
 
 from .linear_cases import poisoned
 from .moe_cases import assert_experts_close

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moqext import reference
-from moqext.expert_slack import expert_slack
+from moqext.tools.expert_slack import expert_slack
 
 from .linear_cases import LIMITS, random_part
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from moqext import ops
-from moqext.bench import PEER, Ceilings
+from moqext.tools.bench import PEER, Ceilings
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="a source tree without benchmarks")

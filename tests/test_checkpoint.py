@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moqext import Checkpoint, CheckpointError, ConfigError, reference, tensor_files
-from moqext.records import LayerRecord, Projection
+from moqext import Checkpoint, CheckpointError, ConfigError, reference
+from moqext.reader.files import tensor_files
+from moqext.reader.records import LayerRecord, Projection
 
 DATA = Path(__file__).parent / "data"
 CHECKPOINTS = sorted(path.parent for path in DATA.glob("*/*/config.json"))

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import moqext
-from moqext import matrices
 from moqext.__main__ import main
-from moqext.compare import compare, open_side
+from moqext.reader import matrices
+from moqext.reader.checkpoint_reader import CheckpointReader
+from moqext.reader.dequantize import dequantize_layer
+from moqext.tools.compare import compare, open_side
 
 from .expert_files import write_checkpoint
 
@@ -53,7 +54,7 @@ def check(row, ours, theirs):
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_every_layer_of_an_export_finds_its_original(case, monkeypatch):
     monkeypatch.setattr(matrices, "PIECE_BYTES", 4 << 10)
-    monkeypatch.setattr("moqext.compare.PIECE_BYTES", 4 << 10)
+    monkeypatch.setattr("moqext.tools.compare.PIECE_BYTES", 4 << 10)
     with open_side(EXPORTS / case) as ours, open_side(originals(case)) as theirs:
         result = compare(ours, theirs)
         assert result.only_first == result.misshapen == result.only_second == ()
@@ -70,7 +71,7 @@ def test_every_layer_of_an_export_finds_its_original(case, monkeypatch):
         for item in quantized:
             if len(item.shape) == 2 and by_name[item.name].relative_error:
                 theirs_now = theirs.tensor(f"{by_name[item.name].other}.weight").astype(np.float32)
-                check(by_name[item.name], ours.dequantize(item.record), theirs_now)
+                check(by_name[item.name], dequantize_layer(ours, item.record), theirs_now)
 
 
 def test_a_checkpoint_equals_itself(data):
@@ -282,4 +283,4 @@ def test_a_file_beside_a_foreign_configuration_is_read_alone(data):
         assert side.config is None
         assert side.architectures == ()
         assert len(side.files.files) == 1
-        assert isinstance(side, moqext.Checkpoint)
+        assert isinstance(side, CheckpointReader)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import moqext
 from moqext import ConfigError, QuantConfig, detect
-from moqext.config import Conflict, Producer
+from moqext.reader.config.quant_config import Conflict, Producer
 
 from .work import assert_linear, each
 

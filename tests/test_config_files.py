@@ -7,7 +7,7 @@ import re
 import pytest
 
 from moqext import Checkpoint, CheckpointError, ConfigError, QuantConfig
-from moqext.config import Conflict
+from moqext.reader.config.quant_config import Conflict
 
 MODELOPT = {"name": "modelopt", "version": "0.46.0"}
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import moqext
-from moqext import matrices, ops
-from moqext.convert import jobs
-from moqext.matrices import quantized_matrices
-from moqext.tensor_files import read_header
+from moqext import ops
+from moqext.reader import matrices
+from moqext.reader.files.tensor_files import read_header
+from moqext.reader.matrices import quantized_matrices
+from moqext.tools.convert import jobs
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -221,7 +222,9 @@ def test_stacked_experts_are_the_single_ones(case, data, tmp_path):
     for group in groups:
         by_role = {}
         for member in group.members:
-            by_role.setdefault(moqext.naming.PROJECTIONS[member.name.rpartition(".")[2]], []).append(member)
+            by_role.setdefault(moqext.reader.naming.PROJECTIONS[member.name.rpartition(".")[2]], []).append(
+                member
+            )
         values = {
             role: np.stack([source.dequantize(m).astype(ml_dtypes.bfloat16) for m in members])
             for role, members in by_role.items()

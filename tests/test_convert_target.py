@@ -12,7 +12,7 @@ import pytest
 import moqext
 from moqext.__main__ import main
 from moqext.cli.progress import Progress
-from moqext.convert import writer
+from moqext.tools.convert import writer
 
 LEFTOVERS = ".moqext-convert-*"
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moqext import Checkpoint, ExpertLayer
-from moqext.compare import compare, open_side
+from moqext.tools.compare import compare, open_side
 
 from .expert_files import (
     CONTAINER,

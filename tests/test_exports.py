@@ -17,7 +17,7 @@ import pytest
 
 import moqext
 from moqext import reference
-from moqext.verify import select_weights, verify_checkpoint
+from moqext.tools.verify import select_weights, verify_checkpoint
 
 from .work import each
 

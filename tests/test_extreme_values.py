@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moqext import LinearMethod, ops, reference, scalars, set_num_threads
+from moqext import LinearMethod, ops, reference, set_num_threads
+from moqext.ops import scalars
 
 from .extreme_cases import EXTREMES, TOO_SMALL, as_dtype, assert_as_reference, make_extreme, with_input_scale
 from .linear_cases import COMPUTES, LIMITS, random_case, random_part, random_x

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moqext import Checkpoint, CheckpointError, UnsupportedQuantization, ops, reference
-from moqext.verify import select_weights, verify_checkpoint
+from moqext.tools.verify import select_weights, verify_checkpoint
 
 from .linear_cases import assert_close
 

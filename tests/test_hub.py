@@ -14,9 +14,9 @@ from threading import Thread
 import pytest
 
 import moqext
-from moqext import hub
 from moqext.__main__ import main
-from moqext.tensor_header import read_header
+from moqext.reader.files import hub
+from moqext.reader.files.tensor_header import read_header
 
 from .work import HANGS
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moqext
-from moqext.layers import find_layers
-from moqext.naming import parse_expert_name, parse_tensor_name
-from moqext.stored import recognise
+from moqext.reader.findings.find_layers import find_layers
+from moqext.reader.formats.stored import recognise
+from moqext.reader.naming import parse_expert_name, parse_tensor_name
 
 from .work import each
 
@@ -705,7 +705,7 @@ def test_order_of_layers():
 
 def test_block_scales_are_left_unread_on_request(data):
     """Large scales are read only when asked to; small ones always are."""
-    from moqext.scale_values import FEW
+    from moqext.reader.formats.scale_values import FEW
 
     rows = FEW // 4 + 16
     tensors = {
@@ -789,7 +789,7 @@ def test_any_tensors_make_records_and_problems(tensors, algo, fill):
 
 def test_scales_further_apart_than_float32_counts_are_compared_in_silence() -> None:
     """Their quotient overflowed float32, and whoever read the file got a warning of NumPy's."""
-    from moqext.fused import spread
+    from moqext.reader.findings.fused import spread
 
     far = np.array([np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal], np.float32)
     with warnings.catch_warnings():

@@ -8,7 +8,7 @@ import pytest
 import moqext
 from moqext import Checkpoint, CheckpointError
 from moqext.__main__ import main
-from moqext.layout_statistics import explained, limit
+from moqext.reader.formats.layout_statistics import explained, limit
 from moqext.reference.producer import quantize_weight
 from tests.expert_files import write_checkpoint
 
@@ -287,7 +287,7 @@ def test_a_shape_that_contradicts_a_marker_is_doubtful(tmp_path, rng):
 def test_layers_that_were_not_sampled_go_with_those_that_were(tmp_path, rng, monkeypatch):
     names = [f"model.layers.{number}.mlp.down_proj" for number in range(4)]
     layers = {name: stored(weight_of(rng, 128, 256), order="swizzled") for name in names}
-    monkeypatch.setattr("moqext.layout_statistics.SAMPLE_BYTES", 2 * 128 * 16)
+    monkeypatch.setattr("moqext.reader.formats.layout_statistics.SAMPLE_BYTES", 2 * 128 * 16)
     with Checkpoint(write(tmp_path, layers)) as checkpoint:
         doubtful = [each for each in checkpoint.problems if each.code == "doubtful_scale_layout"]
     assert [each.layer for each in doubtful] == names

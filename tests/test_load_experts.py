@@ -418,7 +418,7 @@ def test_a_lost_scale_is_refused(rng: Any, tmp_path: Path) -> None:
 
 def test_weights_are_in_memory_once(rng: Any, tmp_path: Path) -> None:
     """Prepared codes and block scales are the memory that the files were read to."""
-    from moqext.load_experts import plan_parts, prepare_part
+    from moqext.layers.load_experts import plan_parts, prepare_part
 
     for algo, kept in (
         ("NVFP4", ("weight", "weight_scale")),

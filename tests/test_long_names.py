@@ -8,7 +8,7 @@ import pytest
 
 from moqext import Checkpoint, CheckpointError, ConfigError, QuantConfig
 from moqext._C import NAME_LIMIT
-from moqext.naming import is_embedding, is_number, number_order
+from moqext.reader.naming import is_embedding, is_number, number_order
 
 from .work import assert_linear
 

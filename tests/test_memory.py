@@ -2,7 +2,7 @@
 
 import pytest
 
-from moqext.memory import CachePart, cache_bytes, cache_parts
+from moqext.reader.config.cache_memory import CachePart, cache_bytes, cache_parts
 
 from .work import each
 

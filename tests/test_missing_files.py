@@ -9,7 +9,7 @@ import pytest
 
 from moqext import Checkpoint, CheckpointError
 from moqext.__main__ import main
-from moqext.hub import fetch_again
+from moqext.reader.files.hub import fetch_again
 
 LAYER = "model.layers.3.mlp.down_proj"
 THIRD = "model-00003-of-00005.safetensors"

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 
 import moqext
-from moqext.completeness import find_missing_layers
-from moqext.layers import find_layers
+from moqext.reader.findings.completeness import find_missing_layers
+from moqext.reader.findings.find_layers import find_layers
 
 SHAPES = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64), "gate": (96, 64), "up": (96, 64)}
 SHAPES |= {"down": (64, 96)}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moqext import reference
-from moqext.expert_slack import expert_slack
+from moqext.tools.expert_slack import expert_slack
 
 from .linear_cases import random_x
 from .moe_cases import (

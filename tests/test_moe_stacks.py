@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moqext import MoEMethod, expert_stacks
+from moqext import MoEMethod
+from moqext.layers import stacks as expert_stacks
 
 from .moe_cases import random_stacks
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import moqext
-from moqext.layers import find_layers
-from moqext.problems import CODES, SEVERITIES, Problem, make_problem, worst_severity
-from moqext.tensor_files import TensorFiles
+from moqext.reader.files.tensor_files import TensorFiles
+from moqext.reader.findings.find_layers import find_layers
+from moqext.reader.problems import CODES, SEVERITIES, Problem, make_problem, worst_severity
 
 from .work import each
 
@@ -846,7 +846,7 @@ def test_e4m3_table_is_the_format(rng):
 
     An e4m3 number is a half with the exponent bias 15 - 7 = 8 too small: shift and multiply by 2^8.
     """
-    from moqext.scale_values import decode_scales
+    from moqext.reader.formats.scale_values import decode_scales
 
     codes = np.arange(256, dtype=np.uint8)
     values = decode_scales("F8_E4M3", codes)
@@ -861,8 +861,8 @@ def test_e4m3_table_is_the_format(rng):
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
 def test_bf16_scales_of_any_rank(shape):
     """NumPy 1 promotes a 0-d shift to int64, which is no float32's width."""
+    from moqext.reader.formats.scale_values import decode_scales
     from moqext.reference import as_float32
-    from moqext.scale_values import decode_scales
 
     codes = np.full(shape, 0x3FC0, np.uint16)
     for values in (decode_scales("BF16", codes), as_float32(codes)):

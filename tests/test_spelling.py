@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import moqext
-from moqext.spelling import device_name, dtype_name
+from moqext.ops.spelling import device_name, dtype_name
 
 
 class JaxScalar(type):
@@ -119,6 +119,6 @@ def test_the_first_programs_of_the_pages_are_right_to_a_type_checker(tmp_path):
     revealed = re.findall(r'Revealed type is "(.*)"', done.stdout)
     assert [name.partition("[")[0] for name in revealed] == [
         "numpy.ndarray",
-        "moqext.load_experts.ExpertLayer",
+        "moqext.layers.load_experts.ExpertLayer",
         "numpy.ndarray",
     ]

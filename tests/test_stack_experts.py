@@ -9,7 +9,7 @@ import pytest
 
 import moqext
 from moqext import Checkpoint, CheckpointError, MoEMethod, UnsupportedQuantization, reference, stack_experts
-from moqext.stack_experts import turned
+from moqext.layers.read_stacks import turned
 
 from .expert_files import (
     CONTAINER,

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
-from moqext import Checkpoint, CheckpointError, Problem, shard
-from moqext import tensor_files as module
-from moqext.tensor_files import FILES_KEPT, TensorFiles
+from moqext import Checkpoint, CheckpointError, Problem
+from moqext.reader.files import shard
+from moqext.reader.files import tensor_files as module
+from moqext.reader.files.tensor_files import FILES_KEPT, TensorFiles
 
 from .work import assert_linear
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from moqext import _C, CheckpointError
-from moqext.tensor_header import (
+from moqext.reader.files.tensor_header import (
     DTYPE_BITS,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,

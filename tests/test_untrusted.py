@@ -3,7 +3,7 @@
 import pytest
 
 from moqext import Checkpoint, CheckpointError, ConfigError, QuantConfig
-from moqext.untrusted import RepeatedKeys, directory_fault, parse_object
+from moqext.reader.files.untrusted import RepeatedKeys, directory_fault, parse_object
 
 POINTER = b"""version https://git-lfs.github.com/spec/v1
 oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
@@ -84,7 +84,8 @@ def test_a_long_header_that_begins_like_an_archive_is_a_header(tmp_path):
     ],
 )
 def test_what_is_no_directory_says_what_to_give(tmp_path, monkeypatch, name, says):
-    monkeypatch.setattr("moqext.hub.find_spec", lambda name: None)  # huggingface_hub is not installed
+    # huggingface_hub is not installed
+    monkeypatch.setattr("moqext.reader.files.hub.find_spec", lambda name: None)
     (tmp_path / "here").mkdir()
     for file in ("file", "model.GGUF", "pytorch_model.bin"):
         (tmp_path / "here" / file).touch()

@@ -11,14 +11,14 @@ import sys
 import pytest
 
 from moqext import CheckpointError, ConfigError, QuantConfig
-from moqext.tensor_header import read_header
-from moqext.untrusted import BYTES_PER_VALUE, FREE_VALUES, parse_object
+from moqext.reader.files.tensor_header import read_header
+from moqext.reader.files.untrusted import BYTES_PER_VALUE, FREE_VALUES, parse_object
 
 READ = """
 import re, sys
 from pathlib import Path
 import moqext
-from moqext.tensor_files import TensorFiles
+from moqext.reader.files.tensor_files import TensorFiles
 
 def most():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.layers import ALGOS, Layer
 from benchmarks.peers import Bound
 from benchmarks.peers.own import Own, bound
-from moqext.linear import LinearMethod
+from moqext.layers.linear import LinearMethod
 
 KERNEL = "cuda:cublaslt"
 LEAST_TOKENS = 33

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.layers import ALGOS, NVFP4_ALGOS, Layer, method_arguments
 from benchmarks.peers import Bound
-from moqext.linear import LinearMethod
+from moqext.layers.linear import LinearMethod
 
 NAME = "moqext"
 WITHOUT_PDL = "moqext, no PDL"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from moqext import MoEMethod
-from moqext.spelling import Compute
+from moqext.ops.spelling import Compute
 
 
 class Shape(NamedTuple):

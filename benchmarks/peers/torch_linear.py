@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.layers import Layer, quantize_activations
 from benchmarks.peers import Bound
-from moqext.bench import PEER
+from moqext.tools.bench import PEER
 
 WORKSPACE = {"CUBLASLT_WORKSPACE_SIZE": "32768"}
 

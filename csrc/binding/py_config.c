@@ -1,5 +1,5 @@
 /* `_C.config_parse`, `_C.config_detect`, `_C.glob_match` and the type `_C.Config`: a configuration
- * that was read, and its answers about modules. moqext/config.py is its public face. */
+ * that was read, and its answers about modules. `moqext.QuantConfig` is its public face. */
 #include "binding/args.h"
 #include "binding/py_value.h"
 #include "binding/state.h"

@@ -6,8 +6,8 @@ from typing import Any
 from moqext.checkpoint import Checkpoint
 from moqext.cli.progress import Progress
 from moqext.errors import CheckpointError
-from moqext.places import NO_CHECKPOINT
-from moqext.records import Findings
+from moqext.reader.files.places import NO_CHECKPOINT
+from moqext.reader.records import Findings
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:

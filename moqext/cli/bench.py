@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from moqext import bench
-from moqext.bench_plot import roofline
 from moqext.cli import text
-from moqext.environment import environment
-from moqext.whole import output_path, refuse_unwritable, write_whole
+from moqext.cli.whole import output_path, refuse_unwritable, write_whole
+from moqext.tools import bench
+from moqext.tools.bench_plot import roofline
+from moqext.tools.environment import environment
 
 SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""
@@ -117,7 +117,7 @@ def title(about: dict[str, Any], facts: dict[str, Any]) -> str:
 
 
 def limits(facts: dict[str, Any]) -> str:
-    """What floors are made of, in a line."""
+    """A line with the speeds that floors are made of."""
     line = f"memory is read at {facts['bytes_per_second'] / 1e9:.1f} GB/s"
     if facts["flop_per_second"] is None:
         return line + ", torch is not installed"

@@ -11,8 +11,8 @@ from typing import get_args
 from moqext.cli import add_checkpoint, open_checkpoint, text
 from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.progress import Progress
-from moqext.convert import MAX_SHARD_SIZE, TARGETS, Conversion
-from moqext.convert.plan import Experts
+from moqext.tools.convert import MAX_SHARD_SIZE, TARGETS, Conversion
+from moqext.tools.convert.plan import Experts
 
 SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(result: Conversion, to: str) -> list[str]:
-    """What was written, in sentences."""
+    """Sentences that say what was written."""
     speed = text.size(int((result.bytes_read + result.bytes_written) / max(result.seconds, 1e-9)))
     done = "converted" if to == "fp8" else "dequantized"
     counts = [
@@ -110,7 +110,7 @@ def report(result: Conversion, to: str) -> list[str]:
 
 
 def _errors(result: Conversion) -> list[str]:
-    """What requantizing cost, and where most."""
+    """Lines that say what requantizing cost, and where most."""
     if not result.errors:
         return []
     relative = [error.relative_error for error in result.errors]

@@ -19,14 +19,14 @@ from moqext.cli import problems as problem_list
 from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.page import page
 from moqext.cli.select import no_match, select
-from moqext.decision import ask
-from moqext.expert_form import has_method
-from moqext.linear import LinearMethod
-from moqext.naming import name_pattern, parse_expert_name, parse_tensor_name
-from moqext.problems import SEVERITIES, Problem, worst_severity
-from moqext.records import Findings, LayerRecord, Projection
-from moqext.stored import tensor_bytes
-from moqext.whole import output_path, refuse_unwritable, write_whole
+from moqext.cli.whole import output_path, refuse_unwritable, write_whole
+from moqext.layers.expert_form import has_method
+from moqext.layers.linear import LinearMethod
+from moqext.reader.findings.decision import ask
+from moqext.reader.formats.stored import tensor_bytes
+from moqext.reader.naming import name_pattern, parse_expert_name, parse_tensor_name
+from moqext.reader.problems import SEVERITIES, Problem, worst_severity
+from moqext.reader.records import Findings, LayerRecord, Projection
 
 SCHEMA = 1
 
@@ -326,7 +326,7 @@ def _configured_table(checkpoint: Checkpoint, columns: int | None) -> list[str]:
 
 
 def _listed_table(checkpoint: Checkpoint, columns: int | None) -> list[str]:
-    """What quantized_layers and the exclusions say, where no tensor is known."""
+    """A table of quantized_layers and the exclusions, where no tensor is known."""
     config = checkpoint.config
     if config is None:
         return ["  nothing is known about its layers"]
@@ -343,7 +343,7 @@ def _listed_table(checkpoint: Checkpoint, columns: int | None) -> list[str]:
 
 
 def _unrunnable(checkpoint: Checkpoint, findings: Findings, columns: int | None) -> list[str]:
-    """What can only be read: algorithms, and in the others stacks without a method, and embeddings."""
+    """Layers that can only be read: by algorithm, and else stacks without a method, and embeddings."""
     listed: dict[str, None] = {}
     for layer in findings.layers:
         for linear in layer.linears():

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any, get_args
 
-from moqext.layouts import Nibbles, ScaleLayout
+from moqext.reader.formats.layouts import Nibbles, ScaleLayout
 
 
 def add_layout_options(parser: argparse.ArgumentParser, of_what: str = "the checkpoint") -> None:

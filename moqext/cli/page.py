@@ -14,12 +14,12 @@ from typing import Any
 from moqext.checkpoint import Checkpoint
 from moqext.cli import plain, text
 from moqext.cli.histogram import Histogram
-from moqext.memory import CachePart, cache_bytes, cache_parts
-from moqext.naming import number_order
-from moqext.problems import SEVERITIES, Problem
-from moqext.records import Findings, LayerRecord, Projection
-from moqext.scale_values import BLOCK_SCALES_READ, FEW, block_scale_bytes, decode_scales
-from moqext.stored import tensor_bytes
+from moqext.reader.config.cache_memory import CachePart, cache_bytes, cache_parts
+from moqext.reader.formats.scale_values import BLOCK_SCALES_READ, FEW, block_scale_bytes, decode_scales
+from moqext.reader.formats.stored import tensor_bytes
+from moqext.reader.naming import number_order
+from moqext.reader.problems import SEVERITIES, Problem
+from moqext.reader.records import Findings, LayerRecord, Projection
 
 ASSETS = Path(__file__).with_name("assets")
 

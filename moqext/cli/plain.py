@@ -1,4 +1,4 @@
-"""What is not quantized in a checkpoint: every tensor of no quantized layer that is no cache scale either."""
+"""Plain tensors of a checkpoint: all but those of quantized layers and cache scales."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -7,9 +7,9 @@ from typing import Any
 
 from moqext.checkpoint import Checkpoint
 from moqext.cli import text
-from moqext.naming import name_pattern
-from moqext.records import Findings
-from moqext.tensor_files import TensorInfo
+from moqext.reader.files.tensor_files import TensorInfo
+from moqext.reader.naming import name_pattern
+from moqext.reader.records import Findings
 
 
 def plain_tensors(checkpoint: Checkpoint, findings: Findings, glob: str | None = None) -> list[TensorInfo]:

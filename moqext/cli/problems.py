@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moqext.cli import text
-from moqext.problems import SEVERITIES, Problem
+from moqext.reader.problems import SEVERITIES, Problem
 
 EXAMPLES = 2
 """Problems of one code that are shown where not every one is asked for."""

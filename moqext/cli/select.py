@@ -5,8 +5,8 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import islice
 
-from moqext.naming import is_number, name_pattern
-from moqext.records import LayerRecord
+from moqext.reader.naming import is_number, name_pattern
+from moqext.reader.records import LayerRecord
 
 _COMPARED = 5000
 """Kinds of names that a misspelt one is compared with: more than any model has, few enough for a second."""

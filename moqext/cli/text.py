@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from moqext.naming import number_ranges
-from moqext.problems import Severity
+from moqext.reader.naming import number_ranges
+from moqext.reader.problems import Severity
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _COLOURS: dict[Severity, str] = {"error": "1;31", "warning": "33", "note": "36"}

@@ -15,11 +15,11 @@ from moqext.cli.progress import Progress
 from moqext.cli.select import no_match
 from moqext.cli.verify_report import Report, Table
 from moqext.errors import CheckpointError
-from moqext.places import other_forms
-from moqext.problems import worst_severity
-from moqext.tensor_files import TensorInfo
-from moqext.verify import Weight, absent_layers, select_weights, verify_checkpoint
-from moqext.verify_row import LIMITS, Row
+from moqext.reader.files.places import other_forms
+from moqext.reader.files.tensor_files import TensorInfo
+from moqext.reader.problems import worst_severity
+from moqext.tools.verify import Weight, absent_layers, select_weights, verify_checkpoint
+from moqext.tools.verify_row import LIMITS, Row
 
 MAX_TOKENS = 1_000_000
 """Rows of activations: beyond, the float64 reference of a large layer fits in no memory."""

@@ -12,10 +12,10 @@ from typing import Any
 from moqext import _C
 from moqext.cli import plain, text
 from moqext.cli import problems as problem_list
-from moqext.problems import Problem, Severity
-from moqext.tensor_files import TensorInfo
-from moqext.verify import Weight
-from moqext.verify_row import LIMITS, Row
+from moqext.reader.files.tensor_files import TensorInfo
+from moqext.reader.problems import Problem, Severity
+from moqext.tools.verify import Weight
+from moqext.tools.verify_row import LIMITS, Row
 
 WORST = 10
 """Experts that are named below the table."""
@@ -111,8 +111,6 @@ class Report:
             return ""
         return f"after {len(self.rows):,} of {text.plural(self.total, 'layer')}"
 
-    # JSON
-
     def as_data(self) -> dict[str, Any]:
         """Plain data for JSON."""
         interrupted = {} if self.complete else {"interrupted": self.progress}
@@ -134,8 +132,6 @@ class Report:
             share = weights / whole if whole else None
             data[key] = {"layers": len(rows), "weights": weights, "share": share}
         return data | {"missing": {"layers": len(self.missing)}}
-
-    # Text
 
     def as_text(self, device: str, seed: int, dtype: str, columns: int | None) -> list[str | text.Line]:
         """The report as lines of text, but for the table of the rows."""
@@ -182,7 +178,7 @@ class Report:
         return heading + problem_list.as_text(self.errors, columns, every=True)
 
     def _summary(self, device: str, seed: int, dtype: str, columns: int | None) -> list[text.Line]:
-        """What became of the layers and why, the share of the weights, and the verdict."""
+        """Lines with the fate of the layers and its reasons, the share of the weights, and the verdict."""
         counts = Counter(row.status for row in self.rows)
         found = ", ".join(f"{counts[status]:,} {shown}" for status, shown in _SHOWN.items() if counts[status])
         relative, largest = LIMITS[dtype]

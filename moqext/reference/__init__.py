@@ -1,4 +1,4 @@
-"""What the numbers of a ModelOpt checkpoint mean, in NumPy alone.
+"""The meaning of the numbers of a ModelOpt checkpoint, in NumPy alone.
 
 Written from the formats' definitions and independent of the native code, which the tests compare with it
 bit for bit. Slow and plain on purpose. Codes are uint8 or uint16 carriers (arrays declared in a matching

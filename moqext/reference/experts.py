@@ -25,10 +25,11 @@ ALGORITHMS = (
     "NVFP4_AWQ",
     "W4A8_NVFP4_FP8",
 )
-# Algorithms whose activations have one scale of the layer, known before it runs.
 ONE_INPUT_SCALE = ("FP8", "W4A8_NVFP4_FP8")
-# alpha, beta and limit of the activations that have them.
+"""Algorithms whose activations have one scale of the layer, known before it runs."""
+
 SWIGLU = {"silu": (1.0, 0.0, math.inf), "swigluoai": (1.702, 1.0, 7.0)}
+"""Numbers alpha, beta and limit of the activations that have them."""
 
 
 def _times_sigmoid(v: F64, z: F64) -> F64:
@@ -78,11 +79,11 @@ def expert_activation(
     beta: float | None = None,
     limit: float | None = None,
 ) -> F64:
-    """What stands between the two projections of an expert, in float64 and not rounded.
+    """The function between the two projections of an expert, in float64 and not rounded.
 
-        silu, gelu (with erf), gelu_tanh, relu2        act(gate) * up, or act(gate) where there is no up
-        silu, swigluoai, gated                         g * sigmoid(alpha * g) * (u + beta)
-                                                       g = min(gate, limit), u = min(max(up, -limit), limit)
+        silu, gelu (with erf), gelu_tanh, relu2:       act(gate) * up, or act(gate) where there is no up;
+        silu, swigluoai, gated:                        g * sigmoid(alpha * g) * (u + beta);
+                                                       g = min(gate, limit), u = min(max(up, -limit), limit).
 
     silu(v) = v * sigmoid(v) and relu2(v) = max(v, 0)^2. A gate of minus infinity counts as the limit 0 that
     silu and gelu have there. A NaN stays one.
@@ -92,8 +93,8 @@ def expert_activation(
         up: [..., I]; None where experts are not gated.
         activation: "silu", "gelu", "gelu_tanh" or "relu2", or where gated "swigluoai".
         alpha: of silu and swigluoai where gated; None is 1 and 1.702.
-        beta: likewise; None is 0 and 1.
-        limit: likewise, above zero; None is none and 7.
+        beta: of silu and swigluoai where gated; None is 0 and 1.
+        limit: of silu and swigluoai where gated, above zero; None is none and 7.
 
     Returns:
         [..., I].
@@ -214,7 +215,7 @@ def _count_experts(stacks: Params) -> int:
 def coded_rows(
     x: ArrayLike, x_scale: ArrayLike | None, quant_algo: str, compute: str, scale: F32 | None
 ) -> F64:
-    """What codes of x stand for, [..., H]; `scale` is that of each expert, one for all, or None."""
+    """Values of the codes of x, [..., H]; `scale` is that of each expert, one for all, or None."""
     one = None if scale is None else scale[0]
     return coded_activation(x, x_scale, treatment(quant_algo, compute), one)
 
@@ -277,10 +278,10 @@ def experts_reference(
 
     For token t and slot j, e being the local number of topk_ids[t, j] and w = topk_weights[t, j]:
 
-        u = W13[e] x[t] + b13[e]        x[t] quantized as `linear` says, u not rounded
-        g = act(u), rounded to `dtype`
-        d = W2[e] g + b2[e]             g quantized likewise, d not rounded
-        y[t] = out[t] + (sum of w * d, j = 0 first)
+        u = W13[e] x[t] + b13[e];       x[t] quantized as `linear` says, u not rounded;
+        g = act(u), rounded to `dtype`;
+        d = W2[e] g + b2[e];            g quantized as x is, d not rounded;
+        y[t] = out[t] + (sum of w * d, j = 0 first).
 
     With `apply_router_weight_on_input` it is x[t] * w, rounded to float32 and then to `dtype`, that W13 has,
     and the sum has d alone. A slot counts nothing, whatever its weight is, where its id is negative or not

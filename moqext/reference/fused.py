@@ -1,4 +1,4 @@
-"""What a layer does to activations before it quantizes them, operation by operation in float32.
+"""Operations on activations before they are quantized, step by step in float32.
 
 The bits are laid down, so that every processor can have the same: each operation rounds once, sums have one
 order, exp is a polynomial. `as_float32` takes the inputs; results are float32 holding values of `dtype`.
@@ -9,9 +9,10 @@ from numpy.typing import ArrayLike
 
 from moqext.reference.numbers import F32, F64, Array, as_float32, round_to
 
-# 2^f = 1 + C1 f + ... + C5 f^5 on [-1/2, 1/2], relative error 1.1e-7; C5 first.
 EXP2 = [np.float32(float.fromhex(c)) for c in ("0x1.5bba14p-10", "0x1.3cea88p-7", "0x1.c6b752p-5")]
 EXP2 += [np.float32(float.fromhex(c)) for c in ("0x1.ebf9bcp-3", "0x1.62e42ap-1", "0x1p0")]
+"""Coefficients of 2^f = 1 + C1 f + ... + C5 f^5 on [-1/2, 1/2], relative error 1.1e-7; C5 first."""
+
 MINUS_LOG2E = np.float32(float.fromhex("-0x1.715476p+0"))
 
 
@@ -52,8 +53,8 @@ def _silu(gate: F32) -> F32:
 def silu_and_mul(x: ArrayLike, dtype: str = "bfloat16") -> F32:
     """silu(gate) * up, the gate being the first half of the last axis of x and up the second.
 
-        g = max(gate, -80), h = min(g, 20), n = rint(h * -log2(e)), f = fma(h, -log2(e), -n)
-        silu = g * (1 / (1 + 2^n * p(f))), p by Horner's rule with fma
+        g = max(gate, -80); h = min(g, 20); n = rint(h * -log2(e)); f = fma(h, -log2(e), -n);
+        silu = g * (1 / (1 + 2^n * p(f))), p by Horner's rule with fma.
 
     silu is rounded to `dtype`, and so is the product.
 

@@ -51,7 +51,7 @@ def linear(
     For the NVFP4 family there are two more. `compute="fp4"` (W4A4) quantizes x with `quantize_nvfp4` under
     input_scale, or where that is missing under a scale found from all of x. `compute="fp8"` quantizes x per
     token and folds the block scales into E4M3 weights (`fold_nvfp4`), which is no longer exact. So it does
-    for W4A8_NVFP4_FP8, with x quantized as above.
+    for W4A8_NVFP4_FP8, with x in E4M3 per tensor.
 
     pre_quant_scale multiplies x before it is quantized; the product is rounded to float32 and then to the
     dtype of x. lora_a and lora_b act on the smoothed, unquantized x.
@@ -116,7 +116,7 @@ def multiplied_weight(params: Params, quant_algo: str, compute: str, group_size:
 
 
 def treatment(quant_algo: str, compute: str) -> str:
-    """What activations become: "tensor", "token", "group", "nvfp4", or "untouched"."""
+    """The form that activations get: "tensor", "token", "group", "nvfp4", or "untouched"."""
     if compute == "fp4":
         return "nvfp4"
     return "token" if compute == "fp8" and quant_algo in NVFP4_FAMILY else EXACT[quant_algo]

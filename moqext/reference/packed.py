@@ -30,9 +30,8 @@ def pack_nvfp4(weight: ArrayLike, weight_scale: ArrayLike) -> Array:
     codes[:rows, :columns] = np.stack([packed & 15, packed >> 4], axis=-1).reshape(rows, columns)
     group_scales = np.zeros((slabs * ROWS, blocks * COLUMNS // GROUP), np.uint8)
     group_scales[:rows, : columns // GROUP] = scales.repeat(columns // GROUP // scales.shape[1], axis=1)
-
-    # row = 16 slab + 8 h + g, column = 64 block + 16 s + 8 half + 2 t + odd
-    split = codes.reshape(slabs, 2, 8, blocks, 4, 2, 4, 2).transpose(0, 3, 2, 6, 4, 5, 1, 7)
+    by_place = codes.reshape(slabs, 2, 8, blocks, 4, 2, 4, 2)  # slab, h, g, block, s, half, t, odd
+    split = by_place.transpose(0, 3, 2, 6, 4, 5, 1, 7)
     words = np.zeros(split.shape[:5], np.uint32)  # slab, block, g, t, s
     for half, h, odd in np.ndindex(2, 2, 2):
         code, pair = split[..., half, h, odd], 2 * half + h

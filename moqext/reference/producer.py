@@ -124,8 +124,8 @@ def _nvfp4(values: F32, second: np.float32, group_size: int) -> dict[str, Array]
     ratio = np.where(ratio == 0, np.float32(1.0), np.clip(ratio, 2.0**-9, E4M3_MAX))
     block_scale = encode(np.abs(ratio), "e4m3")  # abs: of a NaN, the positive one
     quotient = groups / (decode(block_scale, "e4m3") * second)[..., None]
-    # The sign of a nibble is that of w < 0, so that the source's -0 becomes +0; a NaN becomes +6.
-    codes = encode(np.where(groups == 0, np.abs(quotient), quotient).reshape(values.shape), "e2m1")
+    signed = np.where(groups == 0, np.abs(quotient), quotient)  # by w < 0: -0 becomes +0; a NaN becomes +6
+    codes = encode(signed.reshape(values.shape), "e2m1")
     return {"weight": codes, "weight_scale": block_scale, "weight_scale_2": _as_array(second)}
 
 

@@ -14,12 +14,16 @@ ONE = np.float32(1)
 LOG2E = np.float32(float.fromhex("0x1.715476p+0"))
 LN2 = np.float32(float.fromhex("0x1.62e43p-1"))
 LN2_LOW = np.float32(float.fromhex("-0x1.05c61p-29"))
-# (exp(r) - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2], relative error 3.6e-9 of exp; the highest power first.
+
 EXP = [np.float32(float.fromhex(c)) for c in ("0x1.6a23dp-10", "0x1.123a2p-7", "0x1.5558f2p-5")]
 EXP += [np.float32(float.fromhex(c)) for c in ("0x1.555492p-3", "0x1.fffffcp-2")]
-# (atanh(z) / z - 1) / z^2 in powers of z^2 up to 1/9, relative error 5.7e-9 of atanh; the highest first.
+"""Coefficients of (exp(r) - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2], the highest power first; relative error
+3.6e-9 of exp."""
+
 ATANH = [np.float32(float.fromhex(c)) for c in ("0x1.1ee0aap-3", "0x1.1ebb62p-3")]
 ATANH += [np.float32(float.fromhex(c)) for c in ("0x1.99d22p-3", "0x1.555502p-2")]
+"""Coefficients of (atanh(z) / z - 1) / z^2 in powers of z^2 up to 1/9, the highest first; relative error
+5.7e-9 of atanh."""
 
 
 def _horner(coefficients: list[np.float32], x: F32) -> F32:
@@ -83,7 +87,7 @@ def _best_first(values: F32) -> NDArray[np.intp]:
 
 
 def _group_values(v: F32, biased: bool) -> F32:
-    """Of groups [..., G, members]: the sum of the two best members or, without a bias, the best."""
+    """Scores of groups [..., G, members]: the sum of the two best members or, without a bias, the best."""
     best = np.take_along_axis(v, _best_first(v), -1)
     return best[..., 0] + best[..., 1] if biased and v.shape[-1] > 1 else best[..., 0]
 

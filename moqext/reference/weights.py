@@ -1,4 +1,4 @@
-"""What the stored tensors of a linear, or of a stack of experts, mean.
+"""The meaning of the stored tensors of a linear, or of a stack of experts.
 
 `dequantize` gives the stored weight: codes times scales, in the shape and order of axes of the file.
 `dequantize(..., effective=True)` gives the weight that acts on the layer's own input, which differs

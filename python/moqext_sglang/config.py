@@ -24,7 +24,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from moqext import QuantConfig, UnsupportedQuantization
-from moqext.config import LayerQuant
+from moqext.reader.config.quant_config import LayerQuant
 from moqext_sglang.cache import MoqextKVCacheMethod
 from moqext_sglang.experts import MoqextFusedMoEMethod
 from moqext_sglang.hand_back import (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moqext import Checkpoint, LayerRecord, UnsupportedQuantization
-from moqext.expert_config import TOP_K_NAMES, read_expert_config, read_top_k
+from moqext.reader.config.expert_config import TOP_K_NAMES, read_expert_config, read_top_k
 from moqext_torch.gates import Gate, find_activation, find_gate
 from moqext_torch.quant_moe import QuantMoE, refuse_unfit_experts, stored_roles
 

@@ -19,7 +19,7 @@ from moqext import (
 )
 from moqext.algorithms import ALGORITHMS
 from moqext.ops import unpack_nvfp4, unswizzle_block_scales
-from moqext.spelling import Compute
+from moqext.ops.spelling import Compute
 from moqext_torch.exchange import NAMED, stored_tensor
 from moqext_torch.op import NO_GRADIENT, ROLES, find_method, is_plain_call
 from moqext_torch.prepared import DTYPES, PreparedModule, as_carrier

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Self
 import torch
 
 from moqext import Checkpoint, CheckpointError, LayerRecord, MoEMethod, UnsupportedQuantization, stack_experts
-from moqext.expert_form import find_forms
-from moqext.naming import PROJECTIONS
+from moqext.layers.expert_form import find_forms
 from moqext.ops import unpack_nvfp4, unswizzle_block_scales
-from moqext.spelling import Compute
+from moqext.ops.spelling import Compute
+from moqext.reader.naming import PROJECTIONS
 from moqext_torch.exchange import NAMED, as_torch
 from moqext_torch.moe_op import CODES, ROLES, Description, find_moe_method
 from moqext_torch.op import NO_GRADIENT, is_plain_call

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moqext import Checkpoint, CheckpointError, LayerRecord
-from moqext.spelling import Compute
+from moqext.ops.spelling import Compute
 from moqext_torch.exchange import stored_tensor
 from moqext_torch.experts import ExpertsPlace, find_experts
 from moqext_torch.prepared import DTYPES

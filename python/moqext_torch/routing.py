@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from moqext import ops
-from moqext.ops import Scoring
+from moqext.ops.spelling import Scoring
 from moqext_torch.op import is_plain_call, register_autograd, wants_gradient
 
 torch.library.define(

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from moqext import Checkpoint, CheckpointError, LayerRecord, Projection, UnsupportedQuantization
-from moqext.matrices import matrix_of
-from moqext.naming import PROJECTIONS
-from moqext.spelling import Compute
+from moqext.ops.spelling import Compute
+from moqext.reader.matrices import matrix_of
+from moqext.reader.naming import PROJECTIONS
 from moqext_torch import QuantMoE
 from moqext_torch.exchange import stored_tensor
 from moqext_torch.experts import find_experts

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moqext import Checkpoint, CheckpointError, UnsupportedQuantization
-from moqext.spelling import Compute
+from moqext.ops.spelling import Compute
 from moqext_torch import QuantMoE
 from moqext_torch.experts import ExpertsPlace
 from moqext_torch.prepared import DTYPES

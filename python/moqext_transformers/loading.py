@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from moqext import ConfigError
-from moqext.spelling import Compute
+from moqext.ops.spelling import Compute
 from moqext_transformers.quantizer import METHOD
 
 

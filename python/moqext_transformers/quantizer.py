@@ -29,7 +29,7 @@ from moqext import (
     QuantConfig,
     UnsupportedQuantization,
 )
-from moqext.spelling import Compute
+from moqext.ops.spelling import Compute
 from moqext_torch import QuantLinear
 from moqext_torch.exchange import STORED, stored_tensor
 from moqext_torch.prepared import PreparedModule, aligned

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from moqext import Checkpoint, LayerRecord
-from moqext.naming import PROJECTIONS, parse_expert_name
+from moqext.reader.naming import PROJECTIONS, parse_expert_name
 from moqext_torch.exchange import STORED
 
 _BYTES = {"U8": torch.uint8, "I8": torch.int8}

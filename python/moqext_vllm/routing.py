@@ -13,7 +13,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from moqext.ops import Scoring
+from moqext.ops.spelling import Scoring
 from moqext_torch import route
 from moqext_torch.stepping_aside import tell_fusion
 from moqext_vllm.settings import runs_ops

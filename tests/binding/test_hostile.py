@@ -19,7 +19,7 @@ import pytest
 from fake_dlpack import BORROW, CUDA, FROM_OBJECT, IS_COPIED, RAISE, READ_ONLY, Lender, address_of
 from operations import LAYERS, OPERATIONS, Foreign, Operation, Slot, exchange_object, layer, lend
 
-from moqext import LinearMethod, ops
+from moqext import _C, LinearMethod, ops
 
 from ..work import each
 
@@ -394,7 +394,7 @@ def test_every_kind_in_every_slot(kind: str, rng: np.random.Generator) -> None:
 
 
 FUNCTIONS = {name: getattr(ops, name) for name in ops.__all__ if inspect.isfunction(getattr(ops, name))} | {
-    "_C." + name: getattr(ops._C, name) for name in ops.__all__ if hasattr(ops._C, name)
+    "_C." + name: getattr(_C, name) for name in ops.__all__ if hasattr(_C, name)
 }
 TENSOR = np.zeros((16, 16), np.float32)
 ANGLES = np.zeros((1, 4, 8), np.float32)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import moqext
-from moqext.tensor_files import TensorFiles
+from moqext.reader.files.tensor_files import TensorFiles
 
 from ..work import HANGS
 

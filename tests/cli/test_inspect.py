@@ -13,7 +13,7 @@ import pytest
 
 import moqext
 from moqext.__main__ import main
-from moqext.problems import CODES
+from moqext.reader.problems import CODES
 
 from ..work import HANGS, assert_linear
 

@@ -3,7 +3,7 @@
 import pytest
 
 from moqext.cli import text
-from moqext.naming import number_ranges
+from moqext.reader.naming import number_ranges
 
 
 def flat(rows):

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from moqext import Checkpoint, reference
-from moqext import verify as moqext_verify
 from moqext.__main__ import main
-from moqext.verify_row import CALLS, LIMITS, compare
+from moqext.tools import verify as moqext_verify
+from moqext.tools.verify_row import CALLS, LIMITS, compare
 
 RUNNABLE = {
     "llama_fp8_kvfp8": ("FP8", 7),
@@ -127,7 +127,7 @@ def test_a_damaged_layer_fails_and_is_named(data, tmp_path, capsys):
 
 def test_the_kernel_is_the_one_of_the_tokens_that_ran(data, capsys, monkeypatch):
     """Not the one that would have run a single token."""
-    from moqext.load import Layer
+    from moqext.layers.load import Layer
 
     monkeypatch.setattr(Layer, "backend_for", lambda self, tokens: f"cpu:of_{tokens}")
     _, result = verify(capsys, data / "checkpoints" / "llama_fp8_kvfp8", "--tokens", "5")
@@ -136,7 +136,7 @@ def test_the_kernel_is_the_one_of_the_tokens_that_ran(data, capsys, monkeypatch)
 
 def test_a_wrong_kernel_would_fail(data, capsys, monkeypatch):
     """The comparison itself: one percent off in one layer is outside the limits."""
-    from moqext.load import Layer
+    from moqext.layers.load import Layer
 
     run = Layer.__call__
 
@@ -230,7 +230,8 @@ def test_a_device_that_is_not_there_is_refused_before_anything_runs(
     ],
 )
 def test_what_is_no_checkpoint_is_told_in_one_line(tmp_path, capsys, monkeypatch, command, name, says):
-    monkeypatch.setattr("moqext.hub.find_spec", lambda name: None)  # huggingface_hub is not installed
+    # huggingface_hub is not installed
+    monkeypatch.setattr("moqext.reader.files.hub.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     for directory in ("model", "cache/snapshots/f00d", "pointers", "page"):
         Path(directory).mkdir(parents=True)
@@ -399,7 +400,7 @@ def test_what_is_only_read_is_compared_with_the_reference(data, capsys, monkeypa
 )
 def test_large_weights_are_read_in_pieces(tmp_path, rng, capsys, monkeypatch, algo):
     """A large weight is read in pieces of some rows, whatever its packing."""
-    monkeypatch.setattr("moqext.verify.ROWS_AT_ONCE", 128)
+    monkeypatch.setattr("moqext.tools.verify.ROWS_AT_ONCE", 128)
     weight = rng.standard_normal((320, 128)).astype(np.float32)
     params = reference.quantize_weight(weight, algo)
     dtypes = {"W8A16": "I8", **dict.fromkeys(("MXFP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN"), "F8_E4M3")}
@@ -443,7 +444,7 @@ def test_what_stands_against_stacked_experts_stands_against_each_projection(copi
 
 def test_experts_share_a_row_and_the_worst_are_named(data, capsys, monkeypatch):
     """Linears of one container, by their names: one row, and below it the ten with the largest errors."""
-    from moqext.load import Layer
+    from moqext.layers.load import Layer
 
     run = Layer.__call__
     directory = str(data / "checkpoints" / "qwen3moe_nvfp4")
@@ -487,7 +488,7 @@ def test_layers_selects_containers_of_experts(data, capsys):
 @pytest.fixture
 def clock(monkeypatch):
     """Sets how long each call of a layer takes, in seconds, by the clock that verify looks at."""
-    from moqext.load import Layer
+    from moqext.layers.load import Layer
 
     run = Layer.__call__
     now = [0.0]
@@ -501,7 +502,7 @@ def clock(monkeypatch):
 
         monkeypatch.setattr(Layer, "__call__", call)
         for module in ("verify", "verify_row"):
-            monkeypatch.setattr(f"moqext.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
+            monkeypatch.setattr(f"moqext.tools.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     return set_times
 
@@ -579,7 +580,7 @@ def test_interruption_is_no_traceback(data, capsys, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moqext.verify.verify_layer", interrupt)
+    monkeypatch.setattr("moqext.tools.verify.verify_layer", interrupt)
     assert main(["verify", str(data / "checkpoints" / "llama_fp8_kvfp8")]) == 130
     assert capsys.readouterr().err == "moqext: interrupted\n"
 

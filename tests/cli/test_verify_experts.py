@@ -11,9 +11,9 @@ import pytest
 
 from moqext import Checkpoint, ExpertLayer
 from moqext.__main__ import main
-from moqext.verify import select_weights
-from moqext.verify_experts import _all_experts, _few_experts
-from moqext.verify_row import LIMITS
+from moqext.tools.verify import select_weights
+from moqext.tools.verify_experts import _all_experts, _few_experts
+from moqext.tools.verify_row import LIMITS
 from tests.expert_files import CONTAINER, dotted_experts, single_experts, stacked_experts, write_checkpoint
 from tests.moe_cases import ALGOS, random_stacks
 
@@ -118,7 +118,7 @@ def test_a_weight_that_was_misread_is_found(
     data: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Two rows of an expert changed places in the stack, from which reference and kernel compute alike."""
-    from moqext import load_experts
+    from moqext.layers import load_experts
 
     fill = load_experts.fill_stacks
 

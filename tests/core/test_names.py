@@ -3,8 +3,8 @@
 import pytest
 
 from moqext import ConfigError, QuantConfig
-from moqext.layers import find_layers
-from moqext.naming import FUSED_NAMES, PREFIXES, parse_expert_name, parse_tensor_name
+from moqext.reader.findings.find_layers import find_layers
+from moqext.reader.naming import FUSED_NAMES, PREFIXES, parse_expert_name, parse_tensor_name
 
 from ..test_layers import codes, infos
 from ..work import each

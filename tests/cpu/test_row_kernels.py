@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import moqext
-from moqext import ops
+from moqext import _C, ops
 
 OUTPUTS = Path(__file__).parent / "row_outputs.py"
 LEVELS = ("avx2", "avx512")  # those with row kernels of their own
@@ -59,7 +59,7 @@ def test_every_level_gives_the_bits_of_the_portable_kernels(level, portable, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["e4m3", "e2m1", "bf16", "fp16"])
 def test_every_float32_encodes_to_the_portable_code(format):
-    level = ops._C.cpu_isa()
+    level = _C.cpu_isa()
     if level == "portable":
         pytest.skip("this machine has the portable kernels only")
     level = "avx2" if level == "avx2" else "avx512"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moqext import MoEMethod, UnsupportedQuantization
-from moqext.expert_slack import rounds_d
+from moqext.tools.expert_slack import rounds_d
 
 from ..linear_cases import random_x
 from ..moe_calls import as_values, call, check, check_on_two_streams, moved_inputs, prepared, run

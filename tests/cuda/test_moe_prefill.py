@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moqext import MoEMethod
-from moqext.expert_slack import sums_in_cores
+from moqext.tools.expert_slack import sums_in_cores
 
 from .. import moe_calls
 from ..linear_cases import random_x

@@ -12,7 +12,7 @@ from moqext import reference
 torch = pytest.importorskip("torch", minversion="2.10")
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
-from moqext.expert_slack import expert_slack, rounds_d, sums_in_cores  # noqa: E402
+from moqext.tools.expert_slack import expert_slack, rounds_d, sums_in_cores  # noqa: E402
 from moqext_torch import QuantMoE  # noqa: E402
 from moqext_torch.moe_op import ROLES  # noqa: E402
 

@@ -9,7 +9,7 @@ import pytest
 
 import moqext
 from moqext import reference
-from moqext.expert_config import TOP_K_NAMES
+from moqext.reader.config.expert_config import TOP_K_NAMES
 
 torch = pytest.importorskip("torch", minversion="2.10")
 transformers = pytest.importorskip("transformers", minversion="5.16")

@@ -1,0 +1,1 @@
+"""Layers that run: methods, experts in stacks, and loading from a checkpoint."""

@@ -1,0 +1,1 @@
+"""Reads checkpoints: files, names, configurations, formats, and problems found in them."""

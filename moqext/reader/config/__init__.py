@@ -1,0 +1,1 @@
+"""Configurations of a checkpoint: of its quantization, its model and its experts."""

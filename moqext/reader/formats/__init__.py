@@ -1,0 +1,1 @@
+"""Formats of stored weights: told by data types and shapes, with layouts and scales."""

@@ -1,0 +1,1 @@
+"""Programs on whole checkpoints and machines: verify, compare, convert and bench."""

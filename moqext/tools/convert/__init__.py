@@ -1,0 +1,223 @@
+"""A checkpoint written again with plain weights, or in another format: `Checkpoint.convert`.
+
+Every tensor of the result is known from the headers of the source, so the files are planned first: which
+tensor goes where, its type and shape. Then the weights pass through memory in pieces of a few megabytes. All
+files get a temporary folder in the target directory and change places with those that are there at the end.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from moqext.errors import CheckpointError
+from moqext.reader.checkpoint_reader import CheckpointReader, Progress
+from moqext.reader.matrices import FLOAT_DTYPES
+from moqext.reader.problems import Problem
+from moqext.tools.convert.files import INDEX_FILE, config_dtype, other_files, plain_config
+from moqext.tools.convert.fp8 import LayerError, Requantizer, configurations
+from moqext.tools.convert.jobs import Job
+from moqext.tools.convert.plan import Experts, Plan, make_plan, split
+from moqext.tools.convert.staging import Contents, Staging
+from moqext.tools.convert.unread import take_in_unread
+from moqext.tools.convert.writer import TensorWriter
+
+TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8": "F8_E4M3"}
+"""Names of the targets -> the type of the weights as the format spells it."""
+
+MAX_SHARD_SIZE = 5_000_000_000
+"""Bytes of tensors in one file, unless what belongs together has more."""
+
+_Planned = tuple[Plan, dict[str, dict[str, Any]], list[LayerError]]
+"""A plan, the JSON documents beside the tensors, and a list for errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """The result of a conversion.
+
+    Attributes:
+        directory: where.
+        files: names of the safetensors files.
+        tensors: number of tensors.
+        dequantized: number of weights that were codes in the source, whatever they are now.
+        bytes_read, bytes_written: of tensors.
+        seconds: wall time of reading, converting and writing them.
+        notes: what was left out, in sentences.
+        errors: what requantizing to FP8 changed, by weight, the worst first; empty for plain types.
+    """
+
+    directory: str
+    files: tuple[str, ...]
+    tensors: int
+    dequantized: int
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    notes: tuple[str, ...]
+    errors: tuple[LayerError, ...] = ()
+
+
+def convert_checkpoint(
+    checkpoint: CheckpointReader,
+    out: str | os.PathLike[str],
+    *,
+    to: str,
+    experts: Experts,
+    overwrite: bool,
+    max_shard_size: int,
+    progress: Progress | None,
+) -> Conversion:
+    """See `Checkpoint.convert`."""
+    if to not in TARGETS:
+        raise ValueError(f"to: expected one of {', '.join(TARGETS)}, got {to!r}")
+    if experts not in get_args(Experts):
+        raise ValueError(f"experts: expected one of {', '.join(get_args(Experts))}, got {experts!r}")
+    if to == "fp8" and experts not in ("auto", "source"):
+        raise ValueError(f'experts: expected "auto" or "source" with to="fp8", got {experts!r}')
+    if max_shard_size < 1:
+        raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
+    keep_cache = to == "fp8" and _cache_algo(checkpoint) is not None
+    refuse_errors(checkpoint, keep_cache=keep_cache)
+    alone = checkpoint.file is not None  # beside one file of several may be anything
+    checkpoint, told = (checkpoint, []) if alone else take_in_unread(checkpoint)
+    if told:
+        refuse_errors(checkpoint, keep_cache=keep_cache)
+    plan, documents, errors = _plan_fp8(checkpoint) if to == "fp8" else _plan_plain(checkpoint, to, experts)
+    if alone and Path(out).resolve() == checkpoint.directory.resolve():
+        raise CheckpointError(f"is the directory of the file that is converted, {checkpoint.file}", file=out)
+    shards = _name_shards(split(plan.jobs, max_shard_size))
+    others, left_out = ([], []) if alone else other_files(checkpoint.directory, checkpoint.files.files)
+    copied = {str(path.relative_to(checkpoint.directory)): path for path in others}
+    index = [INDEX_FILE] if len(shards) > 1 else []
+    contents = Contents(
+        source=checkpoint.file or checkpoint.directory,
+        read=(*(() if alone else checkpoint.directory.iterdir()), *others, *checkpoint.files.files),
+        names=(*shards, *index, *documents, *copied),
+        nbytes=sum(job.nbytes for job in plan.jobs) + sum(path.stat().st_size for path in others),
+    )
+    with Staging(out, contents, overwrite=overwrite) as staging:
+        begin = time.perf_counter()
+        _write(shards, staging, progress)
+        seconds = time.perf_counter() - begin
+        for name, path in copied.items():
+            target = staging.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+        for name, document in documents.items():
+            staging.write_json(name, document)
+        staging.publish()
+    notes = [*told, *plan.notes]
+    if left_out:
+        notes.append(f"files not copied: {', '.join(left_out)}")
+    return Conversion(
+        directory=os.fspath(out),
+        files=tuple(shards),
+        tensors=sum(len(job.tensors) for job in plan.jobs),
+        dequantized=plan.dequantized,
+        bytes_read=sum(job.reads for job in plan.jobs),
+        bytes_written=sum(job.nbytes for job in plan.jobs),
+        seconds=seconds,
+        notes=tuple(notes),
+        errors=tuple(sorted(errors, key=lambda error: -error.relative_error)),
+    )
+
+
+def _plan_plain(checkpoint: CheckpointReader, to: str, experts: Experts) -> _Planned:
+    dtype = TARGETS[to]
+    config = plain_config(checkpoint.model_config, FLOAT_DTYPES[dtype])
+    return make_plan(checkpoint, dtype, experts), {"config.json": config} if config else {}, []
+
+
+def _plan_fp8(checkpoint: CheckpointReader) -> _Planned:
+    """The errors are there when the jobs are done."""
+    algo = _cache_algo(checkpoint)
+    model_dtype = config_dtype(checkpoint.model_config)
+    dtype = next((name for name, known in FLOAT_DTYPES.items() if known == model_dtype), "BF16")
+    requantizer = Requantizer()
+    plan = make_plan(checkpoint, dtype, "source", requantizer.job, keep_cache=algo is not None)
+    quantized, plain = [], list(requantizer.plain)
+    for job in plan.jobs:
+        spec = job.tensors[0]
+        module = spec.name.removesuffix(".weight")
+        if spec.dtype == "F8_E4M3":
+            quantized.append(module)
+        elif len(spec.shape) in (2, 3) and spec.name.endswith(".weight"):
+            plain.append(module)
+    if not quantized:
+        message = (
+            'nothing quantized to requantize: --to fp8 (to="fp8") turns quantized weights into FP8, and '
+            "there are none"
+        )
+        raise CheckpointError(message, file=checkpoint.directory)
+    inline, own = configurations(checkpoint, quantized, plain, algo)
+    documents = {"hf_quant_config.json": own}
+    if checkpoint.model_config:
+        config = plain_config(checkpoint.model_config, FLOAT_DTYPES[dtype])
+        documents["config.json"] = config | {"quantization_config": inline}
+    return plan, documents, requantizer.errors
+
+
+def _cache_algo(checkpoint: CheckpointReader) -> str | None:
+    """How the cache is quantized where that is kept: in FP8."""
+    algo = checkpoint.config.kv_cache_quant_algo if checkpoint.config else None
+    return algo if algo == "FP8" else None
+
+
+def refuse_errors(checkpoint: CheckpointReader, *, keep_cache: bool = False) -> None:
+    """Refuses a checkpoint without weights, or with a problem under which they are not what they were.
+
+    Args:
+        checkpoint: what is to be converted.
+        keep_cache: whether scales of the cache are written, and their problems count.
+
+    Raises:
+        CheckpointError: so it is; the message has the first problem of severity error.
+    """
+    if not checkpoint.files.has_weights:
+        raise CheckpointError("nothing to convert: no safetensors files", file=checkpoint.directory)
+    findings = checkpoint.findings(block_scales=True)
+    layers = (problem for layer in findings.layers for problem in layer.all_problems())
+    cache = (problem for kv in findings.kv for problem in kv.problems if keep_cache)
+    problems = (*checkpoint.file_problems, *findings.problems, *layers, *cache)
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors:
+        others = f" (and {len(errors) - 1} more; `inspect --problems` lists them)" if len(errors) > 1 else ""
+        message = f"cannot be converted: {_sentence(errors[0])}{others}"
+        raise CheckpointError(message, file=checkpoint.directory)
+
+
+def _sentence(problem: Problem) -> str:
+    where = problem.layer or problem.tensor
+    return f"{where}: {problem.code}: {problem.message}" if where else f"{problem.code}: {problem.message}"
+
+
+def _name_shards(shards: Sequence[Sequence[Job]]) -> dict[str, Sequence[Job]]:
+    """The jobs by the file that they write."""
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {
+        f"model-{number:05}-of-{len(shards):05}.safetensors": jobs for number, jobs in enumerate(shards, 1)
+    }
+
+
+def _write(shards: Mapping[str, Sequence[Job]], staging: Staging, progress: Progress | None) -> None:
+    """Writes the files and, for several, the index."""
+    total = sum(job.nbytes for jobs in shards.values() for job in jobs)
+    done = 0
+    places: dict[str, str] = {}
+    for file, jobs in shards.items():
+        specs = [spec for job in jobs for spec in job.tensors]
+        places.update((spec.name, file) for spec in specs)
+        with TensorWriter(staging.folder / file, specs, {"format": "pt"}) as writer:
+            for job in jobs:
+                for name, values in job.produce():
+                    done += writer.append(name, values)
+                    if progress is not None:
+                        progress(done, total, name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        staging.write_json(INDEX_FILE, index)

@@ -1,0 +1,41 @@
+"""Weights of a model that lie beside the files which its index names, as an exporter's `mtp.safetensors`.
+
+Loaders follow the index, so they never see such a file. A conversion writes an index of its own: it takes the
+modules in that the checkpoint does not have yet. Files with the same modules once more, in another precision
+or under other names, stay out.
+"""
+
+from moqext.reader.checkpoint_reader import CheckpointReader
+from moqext.reader.files.tensor_header import read_header
+from moqext.reader.naming import parse_tensor_name
+
+_OTHERS = ("consolidated", "adapter_")
+"""How names of files begin whose tensors are not of this model, or are it once more under other names."""
+
+
+def take_in_unread(checkpoint: CheckpointReader) -> tuple[CheckpointReader, list[str]]:
+    """The checkpoint with the modules of files that it does not read, and notes about them.
+
+    Raises:
+        CheckpointError: such a file is malformed.
+    """
+    notes = []
+    read = {*checkpoint.files.files, *checkpoint.files.named.values()}
+    modules = set(map(_module, checkpoint.tensors))
+    for path in sorted(checkpoint.directory.glob("*.safetensors")):
+        if path in read or path.name.startswith(_OTHERS):
+            continue
+        header = read_header(path)
+        new = [name for name in header.tensors if _module(name) not in modules]
+        if not new:
+            continue
+        modules.update(map(_module, new))
+        checkpoint = checkpoint.with_files(checkpoint.files.with_file(path, header, new))
+        which = "" if len(new) == len(header.tensors) else f"{len(new):,} of "
+        notes.append(f"{path.name}, which no index names: {which}{len(header.tensors):,} tensors written too")
+    return checkpoint, notes
+
+
+def _module(tensor: str) -> str:
+    named = parse_tensor_name(tensor)
+    return named.module if named else tensor
