@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.layers import NVFP4_ALGOS, NVFP4_FP8
+from benchmarks.layers import NVFP4, NVFP4_ALGOS, NVFP4_FP8
 from moqext.tools.bench import PEER
 
 PUBLISHED = Path(__file__).parent / "published_h200.json"

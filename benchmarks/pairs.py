@@ -12,8 +12,8 @@ from benchmarks.moe_layers import UNIFORM
 from benchmarks.moe_peers import ORDINARY, OWN
 from benchmarks.neighbour_chain import NEIGHBOURS
 from benchmarks.neighbours import ALL, ALONE, DEFAULT, KNOWING
-from moqext.bench import PEER
 from moqext.cli.text import duration
+from moqext.tools.bench import PEER
 
 PUBLISHED_EXPERTS = Path(__file__).parent / "published_moe_h200.json"
 PUBLISHED_CHIP = "h200"

@@ -12,9 +12,9 @@ from benchmarks.layers import NVFP4_ALGOS
 from benchmarks.moe_layers import UNIFORM
 from benchmarks.neighbours import ALL, ALONE
 from benchmarks.pairs import Pair
-from moqext.bench import PEER
-from moqext.bench_plot import roofline, times
 from moqext.cli.bench import title
+from moqext.tools.bench import PEER
+from moqext.tools.bench_plot import roofline, times
 
 Row = Mapping[str, Any]
 Plots = Iterator[tuple[str, str]]

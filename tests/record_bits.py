@@ -3,7 +3,7 @@
     PYTHONPATH=.:python python tests/record_bits.py [--device cpu|cuda:0] [--output FILE]
     python tests/record_bits.py --compare BEFORE AFTER
 
-A line is a call and the first half of the SHA-256 of its results: layer, sizes, dtype, tokens, kernel, config.
+A line is a call (layer, sizes, dtype, tokens, kernel, config) and the first half of its results' SHA-256.
 Every config of every kernel that can run a call is forced in turn. Data depends on the call's name alone.
 """
 

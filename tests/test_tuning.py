@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import moqext
-from moqext import CheckpointError, LinearMethod, MoEMethod, tuning
-from moqext.tuning import Cell
+from moqext import CheckpointError, LinearMethod, MoEMethod
+from moqext.layers import tuning
+from moqext.layers.tuning import Cell
 
 from .linear_cases import random_case, random_x
 
@@ -310,7 +311,7 @@ def test_an_interrupt_leaves_the_old_file(path, monkeypatch):
 
 
 def test_writers_at_once_lose_nothing(path):
-    code = "import sys; from moqext import tuning; from pathlib import Path\n"
+    code = "import sys; from moqext.layers import tuning; from pathlib import Path\n"
     code += "for n in range(10): tuning.save(Path(sys.argv[1]), 'cpu', "
     code += "{f'{sys.argv[2]} {n}': {1: tuning.Cell('cpu:avx2', 0, 1e-6)}})"
     processes = [

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from moqext import tuning
 from moqext.cli import add_checkpoint, open_checkpoint, text
 from moqext.cli.bench import tokens
 from moqext.cli.device import choose_device, device
 from moqext.errors import CheckpointError
-from moqext.linear import LinearMethod
-from moqext.moe import MoEMethod
-from moqext.timed_layers import Row, TimedLayer, find_layers, time_layer
+from moqext.layers import tuning
+from moqext.layers.linear import LinearMethod
+from moqext.layers.moe import MoEMethod
+from moqext.tools.timed_layers import Row, TimedLayer, find_layers, time_layer
 from moqext.whole import output_path, refuse_unwritable
 
 SCHEMA = 1

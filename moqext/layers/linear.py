@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moqext import _C
+from moqext.layers import tuning
 from moqext.layers.method import PlannedMethod
 from moqext.ops.scalars import as_tensors
 from moqext.ops.spelling import Compute, Device, Dtype, Tensor, device_name, dtype_name

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moqext import _C
+from moqext.errors import CheckpointError
+from moqext.layers import tuning
 from moqext.ops.spelling import Compute
 
 

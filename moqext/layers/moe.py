@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext import _C
+from moqext.layers import tuning
 from moqext.layers.expert_scales import unify_input_scales
 from moqext.layers.method import PlannedMethod
 from moqext.layers.stacks import (

@@ -4,7 +4,16 @@ A result is made by the framework of the first tensor, or written to `out` where
 uint16 arrays stand for formats that the framework has no dtype for.
 """
 
-from moqext.ops.activations import rms_norm, rotary_embedding, router_logits, silu_and_mul, turn_heads
+from moqext.ops.activations import (
+    qk_norm_rope,
+    rms_norm,
+    rotary_embedding,
+    router_logits,
+    silu_and_mul,
+)
+from moqext.ops.activations import (
+    turn_heads as turn_heads,
+)
 from moqext.ops.codes import (
     decode,
     dequantize,
@@ -37,6 +46,7 @@ __all__ = [
     "pack_fp4",
     "pack_nvfp4",
     "prepare_experts",
+    "qk_norm_rope",
     "quantize",
     "requantize_to_max",
     "rms_norm",
@@ -51,7 +61,6 @@ __all__ = [
     "swizzle_block_scales",
     "to_device",
     "to_host",
-    "turn_heads",
     "unpack_fp4",
     "unpack_nvfp4",
     "unswizzle_block_scales",

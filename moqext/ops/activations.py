@@ -1,5 +1,6 @@
 """Operations on activations between linears; `moqext.ops` has these names."""
 
+import warnings
 from typing import Any
 
 from moqext import _C
@@ -189,3 +190,13 @@ def qk_norm_rope(
         slots=slots,
         stream=stream,
     )
+
+
+def turn_heads(*args: Any, **kwargs: Any) -> Any:
+    """The name of `qk_norm_rope` until 0.1, which the next version has no more."""
+    warnings.warn(
+        "moqext.ops.turn_heads is called qk_norm_rope, and the next version has no other name of it",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return qk_norm_rope(*args, **kwargs)

@@ -5,9 +5,10 @@ import json
 import pytest
 
 import moqext
-from moqext import timed_layers, tuning
 from moqext.__main__ import main
 from moqext.cli import tune
+from moqext.layers import tuning
+from moqext.tools import timed_layers
 
 
 @pytest.fixture

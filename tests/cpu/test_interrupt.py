@@ -159,7 +159,7 @@ def test_ctrl_c_in_a_benchmark_is_one_line_and_130():
     """Processor time of the process decides when: in the middle of calls that would go on for a minute."""
     code = """
 import signal, sys
-from moqext import bench
+from moqext.tools import bench
 from moqext.__main__ import main
 
 def take_turns(*arguments, original=bench.take_turns):

@@ -13,17 +13,17 @@ import numpy as np
 
 from moqext._C import UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
-from moqext.bench import random_tensor
 from moqext.checkpoint import Checkpoint
 from moqext.errors import CheckpointError
-from moqext.linear import LinearMethod
-from moqext.load_experts import computed_options, plan_parts
-from moqext.moe import MoEMethod
-from moqext.naming import FUSED_GROUPS
+from moqext.layers.linear import LinearMethod
+from moqext.layers.load_experts import computed_options, plan_parts
+from moqext.layers.moe import MoEMethod
+from moqext.layers.tuning import Cell, cells_of, layer_key
 from moqext.ops import to_device
-from moqext.records import LayerRecord
-from moqext.spelling import Compute, Dtype
-from moqext.tuning import Cell, cells_of, layer_key
+from moqext.ops.spelling import Compute, Dtype
+from moqext.reader.naming import FUSED_GROUPS
+from moqext.reader.records import LayerRecord
+from moqext.tools.bench import random_tensor
 
 
 class TimedLayer(NamedTuple):
