@@ -31,8 +31,8 @@ from typing import Any
 from benchmarks import device, layers, record
 from benchmarks.goals import FP8_REFERENCE
 from benchmarks.peers import Bound, Peer, all_peers, own, select, torch_linear
+from moqext.environment import environment
 from moqext.tools.bench import PEER, Ceilings
-from moqext.tools.environment import environment
 
 ALONE_FROM = 1024
 """Tokens from which each peer is timed alone."""

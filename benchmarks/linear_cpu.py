@@ -14,8 +14,8 @@ from pathlib import Path
 import moqext
 from benchmarks import record
 from moqext.cli.bench import SHAPES, Table
+from moqext.environment import cpu_model
 from moqext.tools import bench
-from moqext.tools.environment import cpu_model
 
 TOKENS = (1, 16, 256)
 GOALS = {  # (algorithm begins with, tokens) -> times as fast as torch's bfloat16

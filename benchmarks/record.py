@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moqext.tools.environment import environment
+from moqext.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
 

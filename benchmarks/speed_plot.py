@@ -12,7 +12,7 @@ LEFT, WIDTH, ROW, TOP = 420, 860, 34, 44
 
 
 def ratios(text: str) -> list[tuple[str, float]]:
-    """What was timed, and how many times as fast as the public best."""
+    """Names of the timed regimes, and how many times as fast as the public best."""
     table = text.split("<!-- speed -->")[1].split("<!-- /speed -->")[0]
     rows = re.findall(r"^\| (.*?) \|.*? \| ([\d.]+)× \|", table, re.MULTILINE)
     return [(name, float(ratio)) for name, ratio in rows]

@@ -9,7 +9,7 @@ import pytest
 # JAX would take three quarters of a device's memory at once, from every other library of the process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# What `moqext tune` found on this machine is no part of what is tested.
+# No test reads what `moqext tune` found on this machine.
 os.environ["MOQEXT_TUNE"] = "0"
 
 DATA = Path(__file__).parent / "data"

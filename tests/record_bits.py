@@ -41,7 +41,7 @@ def digest(results: Any) -> str:
 
 
 class Place:
-    """Where calls run: takes arrays of the host there, and results back."""
+    """A device: takes arrays of the host there, and results back."""
 
     def __init__(self, device: str) -> None:
         self.device = device

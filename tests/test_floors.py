@@ -164,8 +164,8 @@ def test_choices_are_made_without_cuda():
     assert offenders(files, of_other_places) == {}
 
 
-SEARCH = re.compile(  # what compares ways, as csrc/cuda/choice names it
-    r"\bmoq_(?:cuda|cublaslt)\w*_(?:seconds|choose)\b|\bmoq_cuda_\w+_variants\b|\bmoq_\w+_find_\w*way\b"
+SEARCH = re.compile(  # what compares configs, as csrc/cuda/choice names it
+    r"\bmoq_(?:cuda|cublaslt)\w*_(?:seconds|choose)\b|\bmoq_cuda_\w+_variants\b|\bmoq_\w+_find_\w*(?:way|config)\b"
 )
 
 
@@ -202,7 +202,7 @@ def test_names_of_searches_are_those_of_the_choice():
     assert [function for function in declared if not SEARCH.fullmatch(function)] == []
 
 
-def test_kernels_are_handed_their_way():
+def test_kernels_are_handed_their_config():
     """Found by the plan, it was looked for twice more in each call: for the workspace, and for the launch."""
     files = [path for path in CUDA_FILES if room_of(path.relative_to(CSRC)) != "choice"]
     assert offenders([path for path in files if path.name != "absent.c"], lambda p: searches(read(p))) == {}
@@ -307,14 +307,6 @@ OWN_FILES = [path for path in C_FILES if "third_party" not in path.parts]
 FOREIGN = {"cublasLt.h", "cublas_api.h", "library_types.h", "Python.h", "fuzz_NAME.c"}  # named, and not ours
 
 
-def test_file_names_are_unique():
-    """A name says which file is meant wherever it stands; a header may share it with its own source."""
-    folders = {}
-    for path in OWN_FILES:
-        folders.setdefault(path.stem, set()).add(path.parent)
-    assert {stem for stem, where in folders.items() if len(where) > 1} == set()
-
-
 PAGES = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
 
 
@@ -379,7 +371,7 @@ STATE_OF_THE_DRIVER = {  # what CUDA keeps for the process, remembered for it: t
     "csrc/cuda/runtime/devices.cu": {"device_table", "entered_device"},
     "csrc/cuda/runtime/driver.cu": {"found_driver"},  # entry points, under a lock
     "csrc/cuda/runtime/launch.cu": {"process_facts", "kernel_table"},  # two switches; handles, under a lock
-    "csrc/cuda/runtime/overlap.cu": {"last_launch"},  # of a thread: the end of the stream that it launched in
+    "csrc/cuda/runtime/pdl.cu": {"last_launch"},  # of a thread: the end of the stream that it launched in
     "csrc/cuda/tensor/cuda_prepare.cu": {"notebook"},  # memory that kernels and the host see, under a lock
 }
 

@@ -12,7 +12,7 @@ import moqext
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (  # from the ground up; a module belongs to the longest name that it begins with
     ("moqext._C", "moqext.errors"),
-    ("moqext.algorithms", "moqext.interrupts", "moqext.variables"),
+    ("moqext.algorithms", "moqext.environment", "moqext.interrupts", "moqext.variables"),
     ("moqext.reference",),
     ("moqext.ops",),
     ("moqext.reader.naming", "moqext.reader.problems"),

@@ -1,4 +1,4 @@
-"""What the README and the pages say is so: formats are what the code can do, links lead somewhere.
+"""Claims of the README and the pages are true: formats are what the code can do, links lead somewhere.
 
 That their snippets run: test_snippets.py.
 """
@@ -49,7 +49,7 @@ def test_the_readme_names_every_algorithm():
 
 
 def test_the_readme_is_read_in_two_minutes():
-    """What it is, how to install and use it, speed and chips: 400 to 500 words beside its code."""
+    """A page of 400 to 500 words says what it is, how to install and use it, speed and chips."""
     text = re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
     assert 300 <= len(text.split()) <= 500
     heads = re.findall(r"^## (.*)$", README, re.MULTILINE)
@@ -98,7 +98,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
 
 
 def anchors(page):
-    """What a link may name after "#": the headings of a page, lower case, with hyphens between words."""
+    """Names that a link may have after "#": headings of a page, lower case, hyphens between words."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.strip().lower()).replace(" ", "-") for head in heads}

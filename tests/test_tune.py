@@ -142,7 +142,7 @@ def _devices():
 @pytest.mark.parametrize("algo", ["FP8", "FP8_PB_WO", "NVFP4"])
 @pytest.mark.parametrize("tokens", [1, 24, 100, 4096])
 def test_a_plan_knows_the_variants_of_its_kernels(algo, tokens):
-    """Of a GPU that need not be there. A variant that is not there stands for the kernel's choice."""
+    """No GPU is needed. A variant that does not exist stands for the kernel's choice."""
     plan = _C.linear_plan(algo, 4096, [4096], None, "bfloat16", "cuda:0", "exact", "9.0")
     for kernel, chosen, _ in plan.estimates(tokens):
         known = {variant for variant in range(64) if plan.has_variant(tokens, kernel, variant)}

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from moqext.cli import text
+from moqext.environment import environment
+from moqext.reader.files.whole import output_path, refuse_unwritable, write_whole
 from moqext.tools import bench
 from moqext.tools.bench_plot import roofline
-from moqext.tools.environment import environment
-from moqext.whole import output_path, refuse_unwritable, write_whole
 
 SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""

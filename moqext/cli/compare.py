@@ -12,9 +12,9 @@ from moqext.cli import text
 from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.progress import Progress
 from moqext.errors import CheckpointError
+from moqext.reader.files.whole import output_path, refuse_unwritable, write_whole
 from moqext.tools.compare import Comparison, Difference, by_format, compare, open_side
 from moqext.tools.compare_plot import error_plot
-from moqext.whole import output_path, refuse_unwritable, write_whole
 
 SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""

@@ -21,12 +21,12 @@ from moqext.cli.page import page
 from moqext.cli.select import no_match, select
 from moqext.layers.expert_form import has_method
 from moqext.layers.linear import LinearMethod
+from moqext.reader.files.whole import output_path, refuse_unwritable, write_whole
 from moqext.reader.findings.decision import ask
 from moqext.reader.formats.stored import tensor_bytes
 from moqext.reader.naming import name_pattern, parse_expert_name, parse_tensor_name
 from moqext.reader.problems import SEVERITIES, Problem, worst_severity
 from moqext.reader.records import Findings, LayerRecord, Projection
-from moqext.whole import output_path, refuse_unwritable, write_whole
 
 SCHEMA = 1
 

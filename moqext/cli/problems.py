@@ -51,6 +51,6 @@ def as_text(problems: Sequence[Problem], columns: int | None, *, every: bool) ->
 
 
 def sentence(problem: Problem) -> str:
-    """Where it is and what it is."""
+    """Place and text of the problem."""
     where = problem.layer or problem.tensor
     return f"{where}: {problem.message}" if where else problem.message

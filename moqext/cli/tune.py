@@ -11,12 +11,12 @@ import numpy as np
 from moqext.cli import add_checkpoint, open_checkpoint, text
 from moqext.cli.bench import tokens
 from moqext.cli.device import choose_device, device
+from moqext.cli.timed_layers import Row, TimedLayer, find_layers, time_layer
 from moqext.errors import CheckpointError
 from moqext.layers import tuning
 from moqext.layers.linear import LinearMethod
 from moqext.layers.moe import MoEMethod
-from moqext.tools.timed_layers import Row, TimedLayer, find_layers, time_layer
-from moqext.whole import output_path, refuse_unwritable
+from moqext.reader.files.whole import output_path, refuse_unwritable
 
 SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""

@@ -68,7 +68,7 @@ class ExpertStacks(dict[str, Any]):
 
 
 def _address(tensor: Any) -> int:
-    """Where a tensor begins; 0 for what is none."""
+    """Address of a tensor's first element; 0 for other objects."""
     with suppress(TypeError, ValueError, BufferError):
         return int(_C.describe_tensor(tensor)["pointer"])
     return 0
@@ -98,7 +98,7 @@ def filled_slots(params: Mapping[str, Any]) -> dict[str, NDArray[np.bool_]]:
 
 
 class Slot(NamedTuple):
-    """Where a tensor of a checkpoint goes."""
+    """Destination of a checkpoint's tensor."""
 
     stack: str
     """The name of the stack, as "w13_weight_scale"."""

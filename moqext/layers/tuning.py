@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moqext import _C
+from moqext.environment import cpu_model
 from moqext.errors import CheckpointError
 from moqext.reader.files.untrusted import open_file, parse_object
-from moqext.tools.environment import cpu_model
-from moqext.whole import output_path, write_whole
+from moqext.reader.files.whole import output_path, write_whole
 
 logger = logging.getLogger("moqext")
 

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 from moqext import _C, reference
 from moqext.algorithms import ALGORITHMS, LINEARS
+from moqext.environment import last_level_cache
 from moqext.interrupts import heard
 from moqext.layers.linear import LinearMethod
 from moqext.layers.method import ParamSpec
-from moqext.tools.environment import last_level_cache
 
 ALGOS = tuple(name for name in LINEARS if not ALGORITHMS[name].pre_quant_scale)
 """Measured unless told otherwise: all that run, but for NVFP4_AWQ, which is NVFP4 with factors for x."""

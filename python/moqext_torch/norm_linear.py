@@ -20,7 +20,7 @@ FEW_TOKENS = 4
 (H200, docs/lab/pdl.md)."""
 
 STRIDES = "eager_input_vals"
-"""Where Inductor finds which strides an operation was traced with."""
+"""Name of the attribute from which Inductor learns the strides of a traced operation."""
 NAMES = tuple(argument.name for argument in torch.ops.moqext.linear.default._schema.arguments)
 """Arguments of `torch.ops.moqext.linear`."""
 

@@ -35,7 +35,7 @@ class _Holders:
 
 
 def _addresses(module: torch.nn.Module) -> Set[int]:
-    """Where the tensors of a module begin; those on meta and without elements are nowhere."""
+    """Addresses of a module's tensors, without those on meta and empty ones."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return {tensor.data_ptr() for tensor in tensors if tensor is not None and not tensor.is_meta} - {0}
 

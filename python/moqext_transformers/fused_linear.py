@@ -84,7 +84,7 @@ class FusedLinear(QuantLinear):
         return super().stored_tensors()
 
     def rows(self, index: int) -> slice:
-        """Where the outputs of a part are."""
+        """Columns of a part's outputs."""
         begin = sum(self.out_partitions[:index])
         return slice(begin, begin + self.out_partitions[index])
 

@@ -101,7 +101,7 @@ def read(x: Any, layer: torch.nn.Module, takes_codes: bool) -> tuple[torch.Tenso
 # ------------------------------------------------------------------------------------------------- norms
 
 MADE = "_moqext_made"
-"""Where the values of a norm say what they are."""
+"""Attribute by which the values of a norm tell what they are."""
 
 Taker = Callable[[], torch.nn.Module | None]
 

@@ -12,7 +12,7 @@ from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
-from moqext.tools.environment import environment
+from moqext.environment import environment
 
 NAME = "moqext"
 """Where settings stand in vLLM's `additional_config`, which is part of the key."""

@@ -12,9 +12,9 @@ import pytest
 import moqext
 from moqext.__main__ import main
 from moqext.cli.bench import doubt
+from moqext.environment import environment, last_level_cache
 from moqext.tools import bench
 from moqext.tools.bench_plot import roofline
-from moqext.tools.environment import environment, last_level_cache
 
 QUICK = (
     "--shapes",

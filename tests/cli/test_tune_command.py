@@ -6,9 +6,8 @@ import pytest
 
 import moqext
 from moqext.__main__ import main
-from moqext.cli import tune
+from moqext.cli import timed_layers, tune
 from moqext.layers import tuning
-from moqext.tools import timed_layers
 
 
 @pytest.fixture

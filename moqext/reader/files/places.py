@@ -22,7 +22,7 @@ _SHOWN = 4
 
 
 class Place(NamedTuple):
-    """Where a checkpoint is.
+    """Place of a checkpoint on disk.
 
     Attributes:
         directory: holds its configuration.

@@ -65,7 +65,7 @@ shape; it is reported, and refused when the tensor is asked for."""
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies and what it is.
+    """Place, shape and dtype of one tensor of a file.
 
     Attributes:
         name: its name in the checkpoint.

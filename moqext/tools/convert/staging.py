@@ -1,4 +1,4 @@
-"""Where a conversion is written: a temporary folder in the target directory, swapped in at the end.
+"""Staging of a conversion: a temporary folder in the target directory, swapped in at the end.
 
 The folder holds `new`, the files of the conversion, and `old`, where the files that they replace go.
 All moves are listed in `moves.json` before the first one. While that list is there the old checkpoint can be
