@@ -1,10 +1,18 @@
 """Fixtures every test may use: fresh random data whose seed is printed, and the genuine data."""
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+with suppress(ImportError):  # what a machine does besides makes no example too slow
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 
 # JAX would take three quarters of a device's memory at once, from every other library of the process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -25,6 +33,17 @@ class Failures:
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and terminal:
             terminal.write_line(f"\n{report.when} of {report.nodeid} failed")
+
+
+MARKED = re.compile(r"^pytestmark = .*\bpytest\.mark\.(gpu|vllm|sglang)\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files whose tests are all deselected by a mark: reading them takes as long as all others."""
+    if collection_path.suffix != ".py":
+        return None
+    mark = MARKED.search(collection_path.read_text(encoding="utf-8"))
+    return True if mark and f"not {mark[1]}" in config.option.markexpr else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

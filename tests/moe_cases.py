@@ -267,7 +267,7 @@ def assert_experts_close(
         topk_weights: [T, k].
         topk_ids: [T, k].
         in_cores: of the kernel, as for `expert_slack`.
-        rounded: likewise.
+        rounded: of the kernel, as for `expert_slack`.
         **options: of `experts_reference`, by name; `dtype` is that of y.
     """
     dtype = options.get("dtype", "bfloat16")

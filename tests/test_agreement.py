@@ -256,7 +256,7 @@ def test_tables_are_read_by_row(rng, tmp_path, name):
 @pytest.mark.parametrize("dtype", ["F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0", "BOOL"])
 @pytest.mark.parametrize("algo", ["FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4"])
 def test_bytes_that_are_not_modelopts(rng, tmp_path, algo, dtype):
-    """Other 8-bit formats under ModelOpt's names; the bytes would be taken for numbers of twice the size."""
+    """ModelOpt's names over another 8-bit format, whose bytes would be read as numbers of twice the size."""
     tensors = layer(rng, algo)
     tensors["weight"] = (dtype, tensors["weight"][1])
     assert check(tmp_path, tensors, algo, "model.layers.0.mlp.up_proj", rng) == "unknown_format"

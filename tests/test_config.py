@@ -578,7 +578,7 @@ DOCUMENTS = st.dictionaries(st.sampled_from(FIELDS.split()), st.one_of(LIKELY, J
 
 
 @given(DOCUMENTS, st.booleans())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_any_document_is_read_or_refused(document, wrap):
     document = {"quantization": document} if wrap else document
     before = copy.deepcopy(document)

@@ -43,7 +43,7 @@ def test_an_expert_of_a_stack_has_the_bits_of_its_matrix(
         assert_same(prepared(stack, stack.fused(), compute), expected)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from(STACKS),
     st.integers(1, 12),

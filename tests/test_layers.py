@@ -761,7 +761,7 @@ SHAPE = SIZES.map(tuple).filter(lambda shape: math.prod(shape) <= 1 << 20)  # wh
 CARRIERS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     tensors=st.dictionaries(NAME, st.builds(Info, DTYPE, SHAPE), max_size=14),
     algo=st.sampled_from(["FP8", "NVFP4", "FP8_PB_WO", "MXFP8", "W4A16_AWQ", None]),

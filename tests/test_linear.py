@@ -53,7 +53,7 @@ def test_unequal_scales_of_partitions_are_exact_fused_on_disk(rng, algo, compute
     np.testing.assert_array_equal(y, run(case, x, "float32", compute))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.sampled_from(COMPUTES),
     st.integers(1, 40),

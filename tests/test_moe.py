@@ -115,7 +115,7 @@ def test_interleaved_rows_are_those_of_halves(rng, algo):
         np.testing.assert_array_equal(np.asarray(one[name]), np.asarray(two[name]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.sampled_from(COMPUTES),
     st.integers(1, 40),
@@ -166,7 +166,7 @@ def test_chunks_of_tokens_are_as_one(rng):
     method = MoEMethod("NVFP4", 2, 4096, 32, top_k=1)
     stacks = random_stacks(rng, "NVFP4", 2, 4096, 32)
     tokens = 9000  # of 33 kB and more each
-    x = random_x(rng, (tokens, 4096), "bfloat16")
+    x = random_x(rng, (64, 4096), "bfloat16")[rng.integers(64, size=tokens)]
     weights, ids = random_routing(rng, tokens, 1, 2)
     params = method.prepare(stacks)
     y = method(x, params, weights, ids)

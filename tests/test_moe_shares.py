@@ -10,8 +10,8 @@ intermediate columns can (each share has some rows of gate and up, and those col
   are one chain of the same additions: the same bits. Outputs of 16 bits are rounded once a share; where all
   slots of a token are of one share, others add nothing, and rounding twice changes nothing: the same bits.
 * **Shared columns** split the sum over intermediate columns, which floating-point addition does not survive:
-  the same bits only where all products and sums are exact. Otherwise the difference is that of a float32 sum;
-  a scale found from a row of g (by token) is found from a share's part of it, so codes of g differ as those
+  the same bits only where all products and sums are exact. Otherwise the difference is that of a float32 sum.
+  A scale found from a row of g (by token) is found from a share's part of it. Codes of g then differ as those
   of another layer would, and each share is compared with what is meant by it instead.
 """
 

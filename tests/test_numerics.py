@@ -23,7 +23,7 @@ def test_fp8_products_of_nvfp4_weights(rng, weights, kind):
     assert 0.02 < to_exact["NVFP4, fp8"] < 0.045
     assert to_exact["NVFP4, fp8"] < 0.55 * to_exact["NVFP4, fp4"]
     # Beside the exact product of the layer itself: layers differ from each other by more than these two do.
-    # Of heavy tails 2 of 400 layers were beyond 1.12; of unlike rows an error may make up for another one.
+    # Two of 400 layers with heavy tails were beyond 1.12; errors of unlike rows may make up for each other.
     beside = np.median([one["NVFP4, fp8"][0] / one["NVFP4, exact"][0] for one in found])
     assert beside < 1.12
     assert whole["NVFP4, fp8"] < 0.9 * whole["NVFP4, fp4"]

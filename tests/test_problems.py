@@ -332,7 +332,7 @@ def _no_linear_input_scales(model):
 
 
 def _one_without_input_scale(model):
-    """One of two layers; of q, k and v only k is in FP8."""
+    """Drops a scale of k, which alone among q, k and v is in FP8."""
     model.drop(f"{K}.input_scale")
 
 

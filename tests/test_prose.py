@@ -1,6 +1,6 @@
 """Comments and docstrings begin with their subject or a verb, and lines of pages fit a screen.
 
-A first word such as "Those" or "Likewise" points at another comment, which a reader may never see.
+A first word such as "Those" or "Such" points at another comment, which a reader may never see.
 """
 
 import ast

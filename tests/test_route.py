@@ -66,7 +66,7 @@ def options(draw):
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     options(),
     st.sampled_from(["normal", "wide", "tied", "near", "special"]),

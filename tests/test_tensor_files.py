@@ -706,7 +706,7 @@ class TestChanged:
                 assert array.shape == files.tensors[name].shape
             assert named == name
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(source=st.sampled_from(GENUINE), changes=st.lists(CHANGE, min_size=1, max_size=3))
     def test_tensors(
         self,
@@ -719,7 +719,7 @@ class TestChanged:
         (directory / "model.safetensors").write_bytes(self.changed(content, changes))
         self.open_and_read(directory)
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(changes=st.lists(CHANGE, min_size=1, max_size=3))
     def test_index(
         self, tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[str, int, int]]

@@ -251,7 +251,7 @@ CHANGES = st.tuples(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250)
 @given(source=st.sampled_from(GENUINE), changes=st.lists(CHANGES, min_size=1, max_size=4))
 @example(source=GENUINE[0], changes=[("cut", 0.0, b"x")])
 def test_changed_genuine_files_are_read_or_refused(
@@ -311,7 +311,7 @@ RIGHT = st.lists(st.integers(0, 3), max_size=3).map(
 METADATA = st.dictionaries(NAMES, NAMES, max_size=2) | st.just({"n": 1}) | st.none()
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=250)
 @given(
     tensors=st.dictionaries(NAMES, RIGHT | RIGHT | ENTRIES, max_size=3),
     metadata=METADATA,

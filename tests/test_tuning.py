@@ -164,6 +164,8 @@ def test_a_forced_kernel_stays(path, monkeypatch, caplog):
     monkeypatch.setenv("MOQEXT_KERNEL", "cpu:portable")
     assert layer().backend_for(3) == "cpu:portable"
     assert not lines(caplog)
+    with pytest.raises(CheckpointError, match="MOQEXT_KERNEL is set"):
+        tuning.save(path, "cpu", {})
 
 
 # ------------------------------------------------------------------------------------ what does not fit

@@ -16,7 +16,7 @@ from moqext.errors import CheckpointError
 from moqext.layers import tuning
 from moqext.layers.linear import LinearMethod
 from moqext.layers.moe import MoEMethod
-from moqext.reader.files.whole import output_path, refuse_unwritable
+from moqext.reader.files.whole import output_path
 
 SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     path = args.output or tuning.cache_path()
     if path is None:
         raise CheckpointError("MOQEXT_TUNE=0 and no --output: there is no cache to write to")
-    _refuse_other_files(path)
+    tuning.check(path)
     with open_checkpoint(args, headers_only=True) as checkpoint:
         layers, refused = find_layers(checkpoint, device=chosen, dtype=args.dtype, compute=args.compute)
         if not layers:
@@ -106,18 +106,6 @@ def run(args: argparse.Namespace) -> int:
             print(text.printable(f"not timed: {name}: {reason}"))
         print(f"written to {text.printable(str(path))}")
     return 0
-
-
-def _refuse_other_files(path: Any) -> None:
-    """Refuses a file to write that is no cache, or cannot be written, before the work is done for it.
-
-    Raises:
-        CheckpointError: it is so.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    refuse_unwritable(path)
-    if path.exists():
-        tuning.read(path)
 
 
 def _time_all(

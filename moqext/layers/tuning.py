@@ -26,7 +26,7 @@ from moqext import _C
 from moqext.environment import cpu_model
 from moqext.errors import CheckpointError
 from moqext.reader.files.untrusted import open_file, parse_object
-from moqext.reader.files.whole import output_path, write_whole
+from moqext.reader.files.whole import output_path, refuse_unwritable, write_whole
 
 logger = logging.getLogger("moqext")
 
@@ -156,14 +156,14 @@ def save(path: Path, device: str, layers: Layers) -> None:
         layers: the choices.
 
     Raises:
-        CheckpointError: the file is there and no cache, or there is no such device.
+        CheckpointError: as `check`, or there is no such device.
         OSError: it cannot be written.
     """
     key = device_key(device)
     if key is None:
         raise CheckpointError(f"no device {device} whose choices could be written", file=path)
     software = software_key(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check(path)
     with _alone(path.parent):
         empty: dict[str, Any] = {"moqext_tune": SCHEMA, "devices": {}}
         document = read(path) if path.exists() else empty
@@ -180,6 +180,22 @@ def save(path: Path, device: str, layers: Layers) -> None:
         document["devices"][key] = found | {software: {name: _told(known[name]) for name in sorted(known)}}
         write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     forget()
+
+
+def check(path: Path) -> None:
+    """Makes the directory of a file to be written, and refuses what could not be kept there.
+
+    Raises:
+        CheckpointError: the file is there and no cache, or cannot be written; or MOQEXT_KERNEL is set, so
+            that one kernel alone is measured.
+        OSError: there can be no such directory.
+    """
+    if os.environ.get("MOQEXT_KERNEL"):
+        raise CheckpointError("MOQEXT_KERNEL is set: no other kernel would be measured", file=path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    refuse_unwritable(path)
+    if path.exists():
+        read(path)
 
 
 def forget() -> None:

@@ -163,7 +163,7 @@ def qk_norm_rope(
         eps: of the norms, finite and not negative.
         k_cache: [blocks, slots of a block, k_heads, D] of the dtype of x, a view with gaps mostly, where the
             turned heads of k are written as well. Behind those of k x has as many heads of v then.
-        v_cache: of the shape and dtype of `k_cache`, for the heads of v, as they are.
+        v_cache: a view like k_cache, where the heads of v are written as they are.
         slots: [at most T] int64: the place of each token in the cache, from the first token on, block times
             slots of a block plus slot. What lies outside of the cache is not stored, as of padding, -1.
         stream: as for `silu_and_mul`.

@@ -38,7 +38,7 @@ def partitions(algo, rows):
 
 
 def check(case, layer, x, dtype, bias=None):
-    """One of a few outputs may outweigh all others, and a step of its type be beyond a norm's limit."""
+    """A single output may outweigh all others, and a step of its type be beyond a norm's limit."""
     y, values = layer(x, bias=None if bias is None else to_cuda(bias)), reference.as_float32(x)
     expected = case.expected(values, "exact", bias)
     if expected.size > 2000:

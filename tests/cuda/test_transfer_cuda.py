@@ -38,7 +38,7 @@ def test_torch_shares_it_and_may_outlive_it(rng: Any) -> None:
 
 
 def test_memory_is_given_back() -> None:
-    """Others may take and give a part of a gigabyte meanwhile."""
+    """Memory comes back; other processes may take and give a part of a gigabyte meanwhile."""
     x = np.zeros(1 << 30, np.uint8)
     ops.to_device(x)
     before = torch.cuda.mem_get_info()[0]

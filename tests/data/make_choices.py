@@ -2,9 +2,9 @@
 
 usage: python make_choices.py     with a build of this checkout, on any machine
 
-A line is a layer on a chip, then of each number of tokens the kernel, the variant (its shape of tiles) and
-the seconds that are expected, in microseconds. A change that is meant to keep choices does not touch the
-file; one that is meant to change them is seen in its differences.
+A line is a layer on a chip, then for each number of tokens the kernel, the variant (its shape of tiles)
+and the expected microseconds. A change that is meant to keep choices does not touch the file.
+A change that is meant to alter them is seen in its differences.
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ def test_copies_pickles_and_moves(rng, tmp_path):
 
 
 def test_linears_that_differ_are_left_alone(rng):
-    """Other formats, input scales, biases and dtypes: each stays a call of its own."""
+    """Layers that differ in format, input scale, bias or dtype stay calls of their own."""
 
     def linear(scale=1.0, algo="FP8", bias=False, dtype=torch.bfloat16):
         optional = ["input_scale"] if algo == "FP8" else []

@@ -100,7 +100,7 @@ def test_padding_counts_nothing(rng, routed):
 
 @pytest.mark.parametrize("algo", ["FP8", "NVFP4"])
 def test_experts_of_one_rank(rng, algo, monkeypatch, device, routed):
-    """Each of two ranks has half of the experts; what they give sums to the whole."""
+    """Two ranks have half of the experts each; what they give sums to the whole."""
     if device == "cpu":  # SGLang asks for its own where experts are on several ranks
         monkeypatch.setattr(standard, "get_device", lambda: "cpu")
     case = moe_case(rng, algo)
@@ -130,7 +130,7 @@ def rows_of_a_rank(case, rank):
 
 @pytest.mark.parametrize("algo", ["FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"])
 def test_rows_of_one_rank(rng, algo, device, routed):
-    """Each of two ranks has half of the rows of gate and up, under the scales of the whole."""
+    """Two ranks have half of the rows of gate and up each, under the scales of the whole."""
     case = moe_case(rng, algo)
     x, chosen = routed()
     method = MoEMethod(algo, EXPERTS, HIDDEN, INTERMEDIATE // 2, top_k=TOP_K, device=device)

@@ -22,8 +22,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 _Noreturn void fuzz_fail(const char *file, int line, const char *condition, const char *format, ...)
     MOQ_PRINTF(4, 5);
 
-/* That `err` is what `status` promises: its kind, a message, and a path where a document is at
- * fault. */
+/* Checks that `err` is what `status` promises: its kind, a message, and a path where a document is
+ * at fault. */
 void fuzz_check_error(moq_status status, const moq_err *err);
 
 /* ---- the bytes of a case; reading past the end gives zeros ---- */
@@ -70,7 +70,7 @@ fuzz_tensor fuzz_result(const moq_tensor *like, uint8_t poison);
 void fuzz_free(fuzz_tensor *t);
 /* Offset in elements of the i-th element in row-major order. */
 int64_t fuzz_offset(const moq_tensor *t, int64_t i);
-/* That element as a number; pairs of fp4 count two elements a byte. */
+/* Element i as a number; pairs of fp4 count two elements a byte. */
 float fuzz_element(const moq_tensor *t, int64_t i);
 
 #endif

@@ -272,7 +272,7 @@ extents = st.sampled_from([0, 1, 2, 3, 8, 16, 32, 129])
 shapes = st.lists(extents, max_size=4).map(tuple).filter(lambda shape: np.prod(shape) <= 1 << 20)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     algo=st.sampled_from(sorted(reference.weights.DEQUANTIZERS)),
     weight_shape=st.lists(extents, min_size=2, max_size=3).map(tuple),

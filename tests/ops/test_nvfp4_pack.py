@@ -26,7 +26,7 @@ def random_layer(rows, groups, group_size, seed):
     return weight, scale
 
 
-@settings(max_examples=int(os.environ.get("MOQEXT_EXAMPLES", "150")), deadline=None)
+@settings(max_examples=int(os.environ.get("MOQEXT_EXAMPLES", "150")))
 @given(layers)
 def test_the_bits_of_the_reference_and_back(layer):
     weight, scale = random_layer(*layer)

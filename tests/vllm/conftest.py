@@ -69,9 +69,9 @@ def said(monkeypatch, caplog):
 
 @pytest.fixture(scope="session")
 def start(environment, tmp_path_factory):
-    """`start(task, *arguments, **variables)`: what a task of engine.py prints, and all else it said.
+    """`start(task, *arguments, **variables)`: values that a task of engine.py prints, and its log.
 
-    The former as one JSON value a line, the latter as the text of its log, which lies below `--basetemp`.
+    Values are JSON, one a line; the log is text and lies below `--basetemp`.
     """
     place = tmp_path_factory.mktemp("logs")
 

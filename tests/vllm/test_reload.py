@@ -13,7 +13,7 @@ NAMES = ("llama_fp8_kvfp8", "llama_nvfp4_kvfp8", "llama_w4a16_nvfp4", "qwen3moe_
 
 
 def rescale(tensors):
-    """Other scales of weights and of activations under the same codes, unequal ones of layers that fuse."""
+    """Changes scales of weights and activations under equal codes; those of fused layers get unequal."""
     for name, (dtype, *_) in list(tensors.items()):
         if dtype != "F32":
             continue
