@@ -9,34 +9,31 @@ int64_t moq_prepare_workspace(const moq_weight *w, bool fresh) {
     return w->device.kind == MOQ_CPU ? 0 : moq_prepare_workspace_on_cuda(w, fresh);
 }
 
-static moq_status prepare_on_stream(const moq_weight *w, const moq_weight_sources *sources,
-                                    moq_prepare_mode mode, moq_params *params, moq_err *err) {
-    if (moq_cuda_is_capturing(mode.stream))
+/* Chooses where to work, with the weight's device current. */
+static moq_status prepare(const moq_weight *w, const moq_weight_sources *sources,
+                          moq_prepare_mode mode, moq_params *params, moq_err *err) {
+    bool on_cpu = w->device.kind == MOQ_CPU;
+    if (!on_cpu && moq_cuda_is_capturing(mode.stream))
         return moq_fail_of(err, MOQ_ERR_INTERNAL, "prepare",
                            "its stream is being captured into a CUDA graph, but has to be "
                            "waited for; prepare weights before the capture");
     MOQ_TRY(moq_check_sources(w, sources, err));
-    return moq_prepare_on_cuda(w, sources, mode, params, err);
-}
-
-static moq_status prepare_on_device(const moq_weight *w, const moq_weight_sources *sources,
-                                    moq_prepare_mode mode, moq_params *params, moq_err *err) {
-    bool entered;
-    MOQ_TRY(moq_cuda_enter(w->device.index, &entered, err));
-    moq_status status = prepare_on_stream(w, sources, mode, params, err);
-    moq_cuda_leave(entered);
-    return status;
+    return on_cpu ? moq_prepare_on_cpu(w, sources, mode, params, err)
+                  : moq_prepare_on_cuda(w, sources, mode, params, err);
 }
 
 static moq_status prepare_anywhere(const moq_weight *w, const moq_weight_sources *sources,
                                    moq_prepare_mode mode, moq_params *params, moq_err *err) {
     moq_param_spec wanted[MOQ_MAX_PARAMS];
     int count = moq_weight_prepared_params(w, wanted);
+    bool entered;
     MOQ_TRY(moq_check_params(wanted, count, params, "out", err));
-    if (w->device.kind != MOQ_CPU)
-        return prepare_on_device(w, sources, mode, params, err);
-    MOQ_TRY(moq_check_sources(w, sources, err));
-    return moq_prepare_on_cpu(w, sources, mode, params, err);
+    if (w->device.kind == MOQ_CPU)
+        return prepare(w, sources, mode, params, err);
+    MOQ_TRY(moq_cuda_enter(w->device.index, &entered, err));
+    moq_status status = prepare(w, sources, mode, params, err);
+    moq_cuda_leave(entered);
+    return status;
 }
 
 /* A subnormal scale is no zero, which would make zeros of its weights. */
