@@ -5,20 +5,21 @@
  * columns of each 16 in the order that operands have them (moq_cuda_quantize). W gives the 64 rows
  * of a warpgroup's products, from registers, where a warp folds its packed codes into e4m3
  * (nvfp4_fold.h) while the products before are under way. Otherwise this is the GEMM of exact
- * products (sm90_nvfp4_medium_tile.h): a ring of steps of 128 columns, K divided among the blocks
+ * products (nvfp4_medium.h): a ring of steps of 128 columns, K divided among the blocks
  * of a cluster and the warpgroups with the same rows, or the steps of tiles among all blocks.
  *
  * What bounds it (H200, docs/lab/nvfp4-fp8.md): folding, 140 cycles of a scheduler for 16 rows by
  * 64 columns, half of them conversions to e4m3, and twice that while the tensor cores are busy. */
 #include "cuda/device/nvfp4_fold.h"
-#include "cuda/linear/sm90/sm90_nvfp4_medium_launch.h"
+#include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/nvfp4_medium.h"
 #include "cuda/tensor/cuda_quantize.h"
 
 namespace moq::nvfp4_fp8_medium {
 
 using namespace nvfp4_medium;
 
-/* A block's tile, as those of exact products (sm90_nvfp4_medium_tile.h): 64 rows of W for each of
+/* A block's tile, as those of exact products (nvfp4_medium.h): 64 rows of W for each of
  * ROW_GROUPS, by T tokens; of K_GROUPS warpgroups, one or two, with the same rows each takes every
  * so many steps. PARTS: the blocks of a cluster share K too. */
 template <int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K> struct folded_tile {

@@ -1,5 +1,5 @@
-/* Tiles of the NVFP4 linears for some tokens on Hopper, exact (sm90_nvfp4_medium.cu) and with FP8
- * products (sm90_nvfp4_fp8_medium.cu): copies of their operands, and exact products.
+/* Tiles of the NVFP4 linears for some tokens on Hopper, exact (nvfp4_medium.cu) and with FP8
+ * products (nvfp4_fp8_medium.cu): copies of their operands, and exact products.
  *
  * A tile is some rows of W by some tokens; a step is 128 columns of both. W is in the packed layout
  * (core/nvfp4_packed.h): a matrix of bytes with a row for each 16 rows of W and 576 bytes for each
@@ -10,17 +10,17 @@
  * the fragments of four products, while the products of the 64 columns before are under way: two
  * sets of fragments take turns. Four lanes need the same scales; each makes a quarter of a step's,
  * which come to the others through shared memory. */
-#ifndef MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_MEDIUM_TILE_H
-#define MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_MEDIUM_TILE_H
+#ifndef MOQ_CUDA_LINEAR_SM90_NVFP4_MEDIUM_H
+#define MOQ_CUDA_LINEAR_SM90_NVFP4_MEDIUM_H
 
 #include "core/nvfp4_packed.h"
 #include "cuda/choice/nvfp4_medium.h"
 #include "cuda/device/nvfp4_decode.h"
 #include "cuda/device/ptx.h"
 #include "cuda/device/wgmma.h"
-#include "cuda/linear/sm90/sm90_gemm_feed.h"
-#include "cuda/linear/sm90/sm90_gemm_outputs.h"
-#include "cuda/linear/sm90/sm90_schedule.h"
+#include "cuda/linear/sm90/gemm_epilogue.h"
+#include "cuda/linear/sm90/gemm_pipeline.h"
+#include "cuda/linear/sm90/gemm_scheduler.h"
 
 namespace moq::nvfp4_medium {
 
@@ -281,6 +281,241 @@ static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int 
     stay_here(sum);
     release<S>(t, &before);
 }
+
+/* A block of the NVFP4 linears for some tokens on Hopper, exact or with FP8 products: its barriers,
+ * who copies, and what becomes of sums.
+ *
+ * Products are a class P of the caller: P::rows is what they have of a thread's rows, P::fetch
+ * brings it, P::multiply adds steps to the sums (as `multiply` of nvfp4_medium.h),
+ * P::complete puts into the factors of the outputs what the products left out.
+ */
+
+/* A number that is one in a warp, as the compiler does not see: it would pass what products take
+ * from a ring whose place depends on it through two registers, a fifth of the instructions. */
+static __device__ __forceinline__ int same_in_warp(int number) {
+    return __reduce_max_sync(0xffffffffu, number);
+}
+
+/* ---- sums of tiles that blocks share ---- */
+
+static __device__ __forceinline__ uint64_t *flag_of(const gemm_args *a, int block, int warps) {
+    return a->ready + block * warps + threadIdx.x / 32;
+}
+
+template <class S>
+static __device__ __forceinline__ float4 *sums_of(const gemm_args *a, int block) {
+    return a->handed + (int64_t)block * (S::T / 8 * S::consumers) + threadIdx.x;
+}
+
+/* Leaves a warp's sums for the block that has the last steps of the tile, whose same warp takes
+ * them. */
+template <class S>
+static __device__ __forceinline__ void leave(const gemm_args *a, const float (&sum)[S::T / 2]) {
+    float4 *to = sums_of<S>(a, (int)blockIdx.x);
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j++)
+        __stcg(to + j * S::consumers,
+               make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        store_release(flag_of(a, (int)blockIdx.x, S::consumers / 32), READY);
+}
+
+/* Adds the sums of the tile's steps before this block's, those of the blocks before, from the last
+ * to the first. */
+template <class S>
+static __device__ __forceinline__ void add_earlier(const gemm_args *a, const work *w,
+                                                   float (&sum)[S::T / 2]) {
+    constexpr int PIECE = S::T / 8 < 16 ? S::T / 8 : 16;   /* eights at once, of so many */
+    constexpr int AT_ONCE = 64 / S::T > 1 ? 64 / S::T : 1; /* blocks */
+    int block = (int)blockIdx.x, others = same_in_warp(earlier_ones(a, w, block));
+    for (int i = threadIdx.x % 32; i < others; i += 32)
+        await_sums(flag_of(a, block - i - 1, S::consumers / 32));
+    __syncwarp();
+    for (int first = 1; first <= others; first += AT_ONCE) {
+#pragma unroll
+        for (int begin = 0; begin < S::T / 8; begin += PIECE) {
+            float4 other[AT_ONCE][PIECE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+                for (int j = 0; j < PIECE; j++) {
+                    other[i][j] = make_float4(0, 0, 0, 0);
+                    if (first + i <= others)
+                        other[i][j] =
+                            __ldcg(sums_of<S>(a, block - first - i) + (begin + j) * S::consumers);
+                }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+                for (int j = 0; j < PIECE; j++) {
+                    sum[4 * (begin + j)] += other[i][j].x;
+                    sum[4 * (begin + j) + 1] += other[i][j].y;
+                    sum[4 * (begin + j) + 2] += other[i][j].z;
+                    sum[4 * (begin + j) + 3] += other[i][j].w;
+                }
+        }
+    }
+}
+
+/* ---- the kernel. DIVIDED: blocks share K of some tiles ---- */
+
+template <class S, class P, bool DIVIDED>
+static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_pipeline *t,
+                                               uint8_t *shared, column_terms<S> *b,
+                                               const cluster_barriers *meet) {
+    int group =
+        __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
+    int row = group / S::k_groups * 64;
+    uint32_t turn = shared_address(shared + a->turn) + group * a->turn_step;
+    stage_place step = {};
+    for (work w = start<S>(a);; next_tile<S>(a, &w)) {
+        int end = same_in_warp(w.end), steps = end - same_in_warp(w.first);
+        if (steps == 0)
+            return;
+        tile_place at = place_of<S>(a, w.number, 0);
+        float sum[S::T / 2] = {};
+        tile_terms<S> terms = {};
+        typename P::rows own = P::fetch(a, at.row + row);
+        fetch_early<S>(a, &at, row, &terms);
+        P::template complete<S>(a, &at, row, &terms);
+        wait_for_predecessor(); /* at once from the second tile on */
+        if (S::split_k && blocks_in_cluster() > 1)
+            cluster_wait(); /* all blocks run */
+        fetch_late<S>(a, &at, row, &terms);
+        if (S::k_groups == 1 || group % S::k_groups == 0) {
+            P::template multiply<S>(t, own, (steps + S::k_groups - 1) / S::k_groups, &step, sum);
+        } else {
+            stage_place second = {S::stage, 8};
+            P::template multiply<S>(t, own, steps / S::k_groups, &second, sum);
+        }
+        if constexpr (S::split_k) {
+            reduce_splits<S>(a, shared, b + group, meet, &terms, &at, sum);
+            return;
+        }
+        if (DIVIDED && end < a->steps) {
+            leave<S>(a, sum);
+            continue;
+        }
+        if (DIVIDED && steps < a->steps)
+            add_earlier<S>(a, &w, sum);
+        if (S::token_factors)
+            post_columns<S>(&terms, b + group);
+        write_columns<S>(a, b + group, turn, &at, row, &terms.row[0], sum);
+    }
+}
+
+template <class S, class P, bool DIVIDED>
+static __global__ void __launch_bounds__(S::threads, 1)
+    nvfp4_medium(const __grid_constant__ CUtensorMap weights,
+                 const __grid_constant__ CUtensorMap tokens,
+                 const __grid_constant__ gemm_args args) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    __shared__ __align__(8) uint64_t barrier[BARRIERS];
+    __shared__ column_terms<S> terms[S::consumers / 128];
+    __shared__ __align__(16) uint8_t scales[S::consumers / 32 * (2 * SCALES)];
+    static_assert(sizeof terms <= COLUMN_TERMS_BYTES, "what lay_out counts on");
+    uint32_t first = fixed_shared_address(barrier), pipeline = fixed_shared_address(smem);
+    stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
+    cluster_barriers meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
+    uint64_t keep = policy_evict_normal(), once = policy_evict_first();
+    producer_pipeline p = {
+        &weights, &tokens, pipeline, 0, barriers, args.columns == 1 ? once : keep, keep, 0};
+    next_copy f = {};
+    launch_dependents();
+    set_up<S>(&args, &p, &meet, &f);
+    if (threadIdx.x < S::consumers) {
+        if (S::uneven)
+            more_registers<S::registers>();
+        int slab = threadIdx.x / (128 * S::k_groups) * 4 + threadIdx.x % 128 / 32;
+        int lane = threadIdx.x % 32;
+        uint32_t unit = pipeline + (uint32_t)(S::token_bytes + slab * (2 * UNIT));
+        uint32_t room = shared_address(scales) + threadIdx.x / 32 * (2 * SCALES);
+        consumer_pipeline t = {barriers,
+                               kept(unit + 16 * (lane ^ (lane >> 3))),
+                               kept(unit + MOQ_PACK_SCALES + lane / 16 * UNIT + lane % 16 * 4),
+                               room,
+                               wgmma_operand(pipeline),
+                               (uint32_t)args.stages};
+        if (S::split_k && threadIdx.x == 0)
+            mbarrier_expect(meet.posted, bytes_to_come<S>());
+        consume<S, P, DIVIDED>(&args, &t, smem, terms, &meet);
+    } else {
+        if (S::uneven)
+            fewer_registers<S::copier_registers>();
+        if (threadIdx.x == S::copier)
+            produce_weights<S>(&args, &p, f);
+        else if (threadIdx.x == S::copier + 32)
+            produce_tokens<S>(&args, &p);
+    }
+}
+
+/* What a launch needs to know of a shape of tiles. */
+typedef struct {
+    int threads;
+    const void *kernel[2]; /* for whole tiles, for shared ones or NULL */
+} variant;
+
+/* Kernels of the NVFP4 linear of some tokens on Hopper with exact products (nvfp4_medium.cu):
+ * what a file that compiles them for one type of activations includes. Compiling them for both
+ * types takes half a minute. */
+
+/* Products of the weights as they are: nothing of a row is needed before its outputs. */
+struct exact_products {
+    typedef struct {
+    } rows;
+    static __device__ __forceinline__ rows fetch(const gemm_args *, int) {
+        return {};
+    }
+    template <class S>
+    static __device__ __forceinline__ void complete(const gemm_args *, const tile_place *, int,
+                                                    tile_terms<S> *) {
+    }
+    template <class S>
+    static __device__ __forceinline__ void multiply(const consumer_pipeline *t, rows, int steps,
+                                                    stage_place *s, float (&sum)[S::T / 2]) {
+        nvfp4_medium::multiply<S>(t, steps, s, sum);
+    }
+};
+
+/* ---- shapes ---- */
+
+template <moq_nvfp4_type TYPE, int T, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K, bool SHARED>
+static variant variant_of(void) {
+    typedef tile<TYPE, T, ROW_GROUPS, K_GROUPS, SPLIT_K> shape;
+    static_assert(shape::stage == MOQ_NVFP4_MEDIUM_STAGE(T, ROW_GROUPS, 2),
+                  "as the choice counts it");
+    return {shape::threads,
+            {(const void *)nvfp4_medium<shape, exact_products, false>,
+             SHARED ? (const void *)nvfp4_medium<shape, exact_products, SHARED> : NULL}};
+}
+
+/* ---- the launch, exact or with FP8 products (nvfp4_medium.cu) ---- */
+
+typedef moq_nvfp4_medium_config method;
+typedef moq_nvfp4_medium_layout layout;
+
+/* Workspace of tiles whose steps blocks share: flags of the warps, then sums; none without them. */
+typedef struct {
+    int64_t flags, bytes;
+} sums_room;
+
+sums_room room_of_sums(const method *config);
+
+/* Returns the kernels of every shape for activations of float16 (nvfp4_medium_f16.cu). */
+const variant *float16_variants(void);
+
+/* Refuses a call of more tokens than the kernels take. */
+moq_status refuse(const moq_linear_call *call, moq_err *err);
+
+/* Makes the arguments of a call; sums that blocks hand over go to `room`. */
+gemm_args begin_args(const moq_linear_call *call, const method *config, layout l, void *room);
+
+/* Launches a config's kernel, found in `variants`, one for each shape. x has a row of `width` bytes
+ * for each token, `stride` bytes apart. */
+moq_status launch_tiles(const moq_linear_call *call, const method *config, layout l,
+                        const variant *variants, const gemm_args *args, const void *x,
+                        int64_t width, int64_t stride, moq_err *err);
 
 } // namespace moq::nvfp4_medium
 

@@ -5,13 +5,13 @@
  * whether tokens are its rows; whether outputs have factors of their row of W and their token; and
  * the type of the kernel's arguments, which have m, n, out, output_scale, x_scale, per_token, and
  * where in shared memory is what. */
-#ifndef MOQ_CUDA_LINEAR_SM90_SM90_GEMM_OUTPUTS_H
-#define MOQ_CUDA_LINEAR_SM90_SM90_GEMM_OUTPUTS_H
+#ifndef MOQ_CUDA_LINEAR_SM90_GEMM_EPILOGUE_H
+#define MOQ_CUDA_LINEAR_SM90_GEMM_EPILOGUE_H
 
 #include "cuda/choice/grid.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
-#include "cuda/linear/sm90/sm90_schedule.h"
+#include "cuda/linear/sm90/gemm_scheduler.h"
 
 namespace moq::gemm {
 

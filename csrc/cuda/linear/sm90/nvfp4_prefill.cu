@@ -5,8 +5,8 @@
  * codes into operands in registers and multiply them; two warps copy. What they copy goes round in
  * a ring of steps of 64 columns. The tiles of a block follow each other without a barrier among its
  * warpgroups, and the outputs of one leave under the products of the next
- * (sm90_nvfp4_prefill_outputs.h). Where tiles do not come out even, blocks share K
- * (sm90_nvfp4_prefill_split_k.h).
+ * (nvfp4_prefill.h). Where tiles do not come out even, blocks share K
+ * (nvfp4_prefill.h).
  *
  * What bounds it (H200, docs/lab/nvfp4-prefill.md): the tensor cores and the power they take. A
  * step of 256 tokens is 1024 cycles of products; its 8192 weights take 17 instructions for 8, a
@@ -14,10 +14,7 @@
 #include "core/invariant.h"
 #include "cuda/choice/nvfp4_prefill.h"
 #include "cuda/linear/cuda_linear.h"
-#include "cuda/linear/sm90/sm90_nvfp4_prefill_outputs.h"
-#include "cuda/linear/sm90/sm90_nvfp4_prefill_products.h"
-#include "cuda/linear/sm90/sm90_nvfp4_prefill_split_k.h"
-#include "cuda/linear/sm90/sm90_nvfp4_prefill_tile.h"
+#include "cuda/linear/sm90/nvfp4_prefill.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 

@@ -19,8 +19,8 @@
  *
  * What bounds it: a block finds its tile before its first copy, and the copying thread the next one
  * between two steps, so divisions are few. */
-#ifndef MOQ_CUDA_LINEAR_SM90_SM90_SCHEDULE_H
-#define MOQ_CUDA_LINEAR_SM90_SM90_SCHEDULE_H
+#ifndef MOQ_CUDA_LINEAR_SM90_GEMM_SCHEDULER_H
+#define MOQ_CUDA_LINEAR_SM90_GEMM_SCHEDULER_H
 
 #include "cuda/choice/grid.h"
 #include "cuda/device/load.h"

@@ -5,12 +5,12 @@
  * What a copy of a step is, is a class of the shape S of a tile: S::copies::weights<S>(args, ring,
  * step) and S::copies::tokens<S>(args, ring, step). What bounds a kernel is what a step costs the
  * copying thread, where tiles are small. */
-#ifndef MOQ_CUDA_LINEAR_SM90_SM90_GEMM_FEED_H
-#define MOQ_CUDA_LINEAR_SM90_SM90_GEMM_FEED_H
+#ifndef MOQ_CUDA_LINEAR_SM90_GEMM_PIPELINE_H
+#define MOQ_CUDA_LINEAR_SM90_GEMM_PIPELINE_H
 
 #include "cuda/device/ptx.h"
-#include "cuda/linear/sm90/sm90_gemm_outputs.h"
-#include "cuda/linear/sm90/sm90_schedule.h"
+#include "cuda/linear/sm90/gemm_epilogue.h"
+#include "cuda/linear/sm90/gemm_scheduler.h"
 
 namespace moq::gemm {
 
