@@ -60,7 +60,7 @@ static __global__ void __launch_bounds__(SHAPE::THREADS)
 
 /* y = round(f times the parts' sum, added in their order, + bias) */
 static __global__ void __launch_bounds__(ADD_THREADS)
-    add_parts(const __grid_constant__ linear_args args) {
+    add_splits(const __grid_constant__ linear_args args) {
     const nvfp4_args &a = args.tile;
     int n = (int)(blockIdx.x * ADD_THREADS + threadIdx.x);
     launch_dependents();
@@ -69,9 +69,9 @@ static __global__ void __launch_bounds__(ADD_THREADS)
         return;
     float scale = MOQ_NVFP4_FACTOR * args.output_scale[n], bias = moq_load_bias(&args.out, n);
     for (int64_t m = blockIdx.y; m < a.m; m += gridDim.y) {
-        float sum = a.parts[m * a.n + n];
+        float sum = a.partial_sums[m * a.n + n];
         for (int i = 1; i < a.splits; i++)
-            sum = __fadd_rn(sum, a.parts[(i * a.m + m) * a.n + n]);
+            sum = __fadd_rn(sum, a.partial_sums[(i * a.m + m) * a.n + n]);
         moq_store_output(&args.out, m, n, __fmul_rn(sum, scale), bias);
     }
 }
@@ -148,7 +148,7 @@ static linear_args args_of(const moq_linear_call *call, const shape *s, int spli
                                  .slabs = (int)moq_pack_slabs(spec->out_features),
                                  .blocks = (int)moq_pack_blocks(spec->in_features),
                                  .splits = splits,
-                                 .parts = (float *)call->workspace},
+                                 .partial_sums = (float *)call->workspace},
                         .weight = call->weight,
                         .output_scale = call->output_scale,
                         .out = moq_output_of(call),
@@ -185,7 +185,7 @@ extern "C" moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *e
     if (splits == 1)
         return MOQ_OK;
     unsigned wide = (unsigned)((args.tile.n + ADD_THREADS - 1) / ADD_THREADS);
-    return launch(call, (const void *)add_parts, dim3(wide, (unsigned)call->m), ADD_THREADS, 0,
+    return launch(call, (const void *)add_splits, dim3(wide, (unsigned)call->m), ADD_THREADS, 0,
                   &args, err);
 }
 

@@ -25,7 +25,7 @@ typedef struct {
     int64_t m, k;         /* rows and columns of x */
     int n, slabs, blocks; /* rows of W, and the units that hold them */
     int splits;           /* of K, blockIdx.y being the number of one */
-    float *parts;         /* [splits, m, n] of sums where there are several */
+    float *partial_sums;  /* [splits, m, n] of sums where there are several */
 } nvfp4_args;
 
 /* What is multiplied: x of its own type, or x that is numbers of codes, as float16, with a scale of
@@ -181,7 +181,7 @@ static __device__ __forceinline__ void store_sum(const nvfp4_args *a, const moq_
                                                  int64_t m, int n, float sum, float scale,
                                                  float bias) {
     if (a->splits > 1)
-        a->parts[((int64_t)blockIdx.y * a->m + m) * a->n + n] = sum;
+        a->partial_sums[((int64_t)blockIdx.y * a->m + m) * a->n + n] = sum;
     else
         moq_store_output(out, m, n, __fmul_rn(sum, scale), bias);
 }

@@ -951,47 +951,46 @@ static __global__ void __launch_bounds__(S::threads, S::blocks)
 
 /* ---- launch ---- */
 
-typedef moq_fp8_decode_config config;
-
 /* Shares N out: to as many clusters as there is room for, more where sums are kept from pass to
  * pass. */
-static void share_rows(decode_args *a, config *w, int sm_count) {
-    int units = (int)(((int64_t)a->n + UNIT - 1) / UNIT), clusters = sm_count / w->ranks;
-    int most = KEPT_ROUNDS * (256 * w->groups / w->tokens) / UNIT;
+static void share_rows(decode_args *a, moq_fp8_decode_config *config, int sm_count) {
+    int units = (int)(((int64_t)a->n + UNIT - 1) / UNIT), clusters = sm_count / config->ranks;
+    int most = KEPT_ROUNDS * (256 * config->groups / config->tokens) / UNIT;
     if (a->passes > 1)
         clusters = max(clusters, (units + most - 1) / most);
-    w->clusters = min(clusters, units);
-    a->units = units / w->clusters;
-    a->more_units = units % w->clusters;
+    config->clusters = min(clusters, units);
+    a->units = units / config->clusters;
+    a->more_units = units % config->clusters;
 }
 
 /* Shares a call out, and shared memory of a block, of which it returns the bytes: the ring, then x,
  * then the rest. Passes until x leaves most of it to the ring, which needs about 64 KB to keep its
  * share of the memory busy. */
-static size_t smem_layout(decode_args *a, config *w, bool by_groups,
+static size_t smem_layout(decode_args *a, moq_fp8_decode_config *config, bool by_groups,
                           const moq_cuda_device *device) {
-    int limit = (int)device->shared_per_block, consumers = 128 * w->groups;
-    int most = (w->groups == 2 ? (limit + 1024) / 2 - 1024 : limit) - DECLARED;
-    int boxes = w->ranks > 1 ? 2 * 8 * consumers : 0;
-    a->ranks = w->ranks;
-    a->log_ranks = w->ranks == 2;
-    a->rank_steps = (a->k + STEP - 1) / STEP / w->ranks;
+    int limit = (int)device->shared_per_block, consumers = 128 * config->groups;
+    int most = (config->groups == 2 ? (limit + 1024) / 2 - 1024 : limit) - DECLARED;
+    int boxes = config->ranks > 1 ? 2 * 8 * consumers : 0;
+    a->ranks = config->ranks;
+    a->log_ranks = config->ranks == 2;
+    a->rank_steps = (a->k + STEP - 1) / STEP / config->ranks;
     for (int splits = 1;; splits++) {
         a->pass_steps = (a->rank_steps + splits - 1) / splits;
         a->passes = (a->rank_steps + a->pass_steps - 1) / a->pass_steps;
-        share_rows(a, w, device->sm_count);
-        int rows = min((a->units + 1) * UNIT, 256 * w->groups / w->tokens); /* of a round */
-        int staged = (rows + TILE - 1) / TILE * (128 * w->groups * w->tokens);
+        share_rows(a, config, device->sm_count);
+        int rows =
+            min((a->units + 1) * UNIT, 256 * config->groups / config->tokens); /* of a round */
+        int staged = (rows + TILE - 1) / TILE * (128 * config->groups * config->tokens);
         a->block_rows = (rows + 126) / 128 + 1;
-        int64_t slices = (int64_t)a->pass_steps * SLICES, codes = slices * w->tokens * 128;
-        int64_t scales = by_groups ? slices * w->tokens * 4 : 0;
+        int64_t slices = (int64_t)a->pass_steps * SLICES, codes = slices * config->tokens * 128;
+        int64_t scales = by_groups ? slices * config->tokens * 4 : 0;
         int64_t blocks = by_groups ? slices * 2 * a->block_rows * 4 : 0;
         int kept = a->passes > 1 ? KEPT_ROUNDS * consumers * 8 : 0;
         int64_t rest = codes + staged + boxes + scales + blocks + kept;
         if (rest > most)
             continue;
-        a->stages = min((int)(most - rest) / STAGE / w->groups * w->groups, MAX_STAGE);
-        a->flight = min(a->stages, w->groups == 2 ? SMALL_FLIGHT : FLIGHT);
+        a->stages = min((int)(most - rest) / STAGE / config->groups * config->groups, MAX_STAGE);
+        a->flight = min(a->stages, config->groups == 2 ? SMALL_FLIGHT : FLIGHT);
         a->codes_at = a->stages * STAGE;
         a->staged_at = a->codes_at + (int)codes;
         a->inbox_at = a->staged_at + staged;
@@ -1000,8 +999,9 @@ static size_t smem_layout(decode_args *a, config *w, bool by_groups,
         a->kept_at = a->blocks_at + (int)blocks;
         if (a->stages < LEAST_STAGES && a->pass_steps > 1)
             continue;
-        MOQ_ASSERT(a->stages >= w->groups && a->stages % w->groups == 0); /* each has one owner */
-        MOQ_ASSERT(a->codes_at % 1024 == 0 && a->staged_at % 8 == 0);     /* swizzled; float2 */
+        MOQ_ASSERT(a->stages >= config->groups &&
+                   a->stages % config->groups == 0);                  /* each has one owner */
+        MOQ_ASSERT(a->codes_at % 1024 == 0 && a->staged_at % 8 == 0); /* swizzled; float2 */
         MOQ_ASSERT(a->inbox_at % 8 == 0 && a->blocks_at % 8 == 0 && a->kept_at % 8 == 0);
         MOQ_ASSERT(a->codes_at + rest <= most && a->kept_at + kept == a->codes_at + rest);
         MOQ_ASSERT(a->m <= MAX_TOKENS && a->ranks <= MAX_RANKS);
@@ -1022,12 +1022,12 @@ template <int GROUPS, int TOKENS> static const void *kernel_of(moq_input_mode mo
     }
 }
 
-static const void *kernel_for(const config *w, moq_input_mode mode) {
-    if (w->groups == 2)
+static const void *kernel_for(const moq_fp8_decode_config *config, moq_input_mode mode) {
+    if (config->groups == 2)
         return kernel_of<2, 2>(mode);
-    return w->tokens == 2   ? kernel_of<4, 2>(mode)
-           : w->tokens == 8 ? kernel_of<4, 8>(mode)
-                            : kernel_of<4, 16>(mode);
+    return config->tokens == 2   ? kernel_of<4, 2>(mode)
+           : config->tokens == 8 ? kernel_of<4, 8>(mode)
+                                 : kernel_of<4, 16>(mode);
 }
 
 extern "C" moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err) {
@@ -1046,14 +1046,14 @@ extern "C" moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *
     moq_input_mode mode = spec->quantized_input ? MOQ_INPUT_AS_IS : spec->input;
     while (1 << args.log_rows < args.m)
         args.log_rows++;
-    config w = moq_fp8_decode_expand_config(call);
-    size_t shared = smem_layout(&args, &w, spec->input == MOQ_INPUT_E4M3_GROUP, &device);
+    moq_fp8_decode_config config = moq_fp8_decode_expand_config(call);
+    size_t shared = smem_layout(&args, &config, spec->input == MOQ_INPUT_E4M3_GROUP, &device);
     MOQ_TRY(moq_tensor_map_blocks(&map, call->weight, args.n, args.k, args.k, UNIT, SLICES, err));
     moq_launch launch = {.what = "FP8 linear",
-                         .kernel = kernel_for(&w, mode),
-                         .grid = dim3((unsigned)(w.clusters * w.ranks)),
-                         .block = dim3((unsigned)(128 * w.groups + 128)),
-                         .cluster = w.ranks > 1 ? (unsigned)w.ranks : 0,
+                         .kernel = kernel_for(&config, mode),
+                         .grid = dim3((unsigned)(config.clusters * config.ranks)),
+                         .block = dim3((unsigned)(128 * config.groups + 128)),
+                         .cluster = config.ranks > 1 ? (unsigned)config.ranks : 0,
                          .shared = shared,
                          .stream = (cudaStream_t)call->stream,
                          .pdl = true};

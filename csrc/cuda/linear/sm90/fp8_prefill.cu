@@ -72,8 +72,8 @@ static __device__ __forceinline__ void stage_outputs(const gemm_args *a, uint32_
 
 /* Writes what 64 rows have parked, from token `first` on, where boxes would write what is not this
  * tile's, or y's addresses forbid the copy engine. */
-static __device__ __forceinline__ void carry_out(const gemm_args *a, uint32_t room,
-                                                 const tile_place *at, int first) {
+static __device__ __forceinline__ void store_staged(const gemm_args *a, uint32_t room,
+                                                    const tile_place *at, int first) {
     int piece = threadIdx.x % 16, n = at->row + piece * 8;
 #pragma unroll 1
     for (int i = 0; i < 8;
@@ -124,7 +124,7 @@ static __device__ __forceinline__ void write_wave(const gemm_args *a, const outp
         store_boxes_wait();
     barrier_sync(barrier, 128);
     if (!boxed)
-        carry_out(a, room, at, token);
+        store_staged(a, room, at, token);
     for (int half = 0; boxed && first && half < 2; half++)
         store_box_2d(path->map, 2 * (at->row + 64 * half), token, room + half * BOX_BYTES);
     __syncwarp();
@@ -577,7 +577,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[BARRIERS];
     __shared__ column_terms<S> terms[CONSUMERS / 128];
-    static_assert(sizeof terms <= COLUMN_TERMS_BYTES, "what lay_out counts on");
+    static_assert(sizeof terms <= COLUMN_TERMS_BYTES, "as smem_layout counts them");
     uint32_t first = fixed_shared_address(barrier), pipeline = fixed_shared_address(smem);
     stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
     cluster_barriers meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
@@ -585,7 +585,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
     int scales = args.scales; /* of tokens, behind the ring */
     uint64_t keep = policy_evict_normal(), once = policy_evict_first();
     producer_pipeline p = {
-        &weights, &tokens, pipeline, pipeline + scales, barriers, args.few ? once : keep,
+        &weights, &tokens, pipeline, pipeline + scales, barriers, args.weights_once ? once : keep,
         keep,     rank};
     next_copy f = {};
     launch_dependents();
@@ -656,7 +656,6 @@ static variant variant_of(void) {
 
 static const variant VARIANTS[] = {MOQ_FP8_PREFILL_SHAPES(VARIANT)};
 
-typedef moq_fp8_prefill_config method;
 typedef moq_fp8_prefill_shape shape;
 
 /* ---- launch ---- */
@@ -665,9 +664,9 @@ typedef moq_fp8_prefill_shape shape;
  * enough to fill the last tile: what is beyond m is never looked at. */
 typedef struct {
     int64_t tokens, scales, quantize, bytes;
-} areas;
+} workspace_layout;
 
-static int64_t reserve(areas *w, int64_t bytes) {
+static int64_t reserve(workspace_layout *w, int64_t bytes) {
     int64_t at = w->bytes;
     w->bytes += divide_up(bytes, 256) * 256;
     return at;
@@ -686,11 +685,12 @@ static moq_cuda_quantize quantize_of(const moq_linear_call *call) {
     return q;
 }
 
-static areas areas_of(const moq_linear_call *call, const method *config) {
+static workspace_layout workspace_layout_of(const moq_linear_call *call,
+                                            const moq_fp8_prefill_config *config) {
     const moq_linear_spec *spec = call->spec;
     moq_cuda_quantize q = quantize_of(call);
     bool groups = spec->input == MOQ_INPUT_E4M3_GROUP;
-    areas w = {.tokens = config->columns * moq_fp8_prefill_tokens(config->shape)};
+    workspace_layout w = {.tokens = config->columns * moq_fp8_prefill_tokens(config->shape)};
     if (config->shape->fused || spec->quantized_input)
         return w;
     reserve(&w, w.tokens * spec->in_features);
@@ -699,7 +699,7 @@ static areas areas_of(const moq_linear_call *call, const method *config) {
     return w;
 }
 
-static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err *err) {
+static moq_status quantize(const moq_linear_call *call, const workspace_layout *w, moq_err *err) {
     uint8_t *workspace = (uint8_t *)call->workspace;
     moq_cuda_quantize q = quantize_of(call);
     q.codes = workspace;
@@ -709,7 +709,8 @@ static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err 
     return moq_cuda_quantize_rows(&q, err);
 }
 
-static gemm_args args_of(const moq_linear_call *call, const method *config, const areas *w) {
+static gemm_args args_of(const moq_linear_call *call, const moq_fp8_prefill_config *config,
+                         const workspace_layout *w) {
     const moq_linear_spec *spec = call->spec;
     int64_t band = BAND_TOKENS / moq_fp8_prefill_tokens(config->shape);
     bool given = spec->input == MOQ_INPUT_E4M3_TENSOR && call->input_scale;
@@ -723,7 +724,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *config, cons
                    .band = (int)(band < config->columns ? band : config->columns),
                    .split_steps = (int)(divide_up(spec->in_features, STEP) / config->cluster),
                    .more_splits = (int)(divide_up(spec->in_features, STEP) % config->cluster),
-                   .few = config->columns == 1,
+                   .weights_once = config->columns == 1,
                    .per_token = spec->input == MOQ_INPUT_E4M3_TOKEN,
                    .x = moq_rows_of(call->x),
                    .out = moq_output_of(call),
@@ -738,7 +739,8 @@ static gemm_args args_of(const moq_linear_call *call, const method *config, cons
 /* Shared memory of a block: as many stages as fit, the tokens' scales, where outputs turn around
  * and where sums come to. Sums of many tokens come to where the ring was, and outputs of parts turn
  * around there, behind those. */
-static size_t smem_layout(gemm_args *a, const method *config, bool groups, int limit) {
+static size_t smem_layout(gemm_args *a, const moq_fp8_prefill_config *config, bool groups,
+                          int limit) {
     const shape *s = config->shape;
     int stage = VARIANTS[config->index].stage + (groups ? s->tokens * 4 : 0), rest = 0, turn = 0;
     int outputs = moq_fp8_prefill_has_boxes(s) ? s->tokens * s->weight_rows * 2 : 0;
@@ -779,15 +781,15 @@ static size_t smem_layout(gemm_args *a, const method *config, bool groups, int l
 /* Tokens of a tile that are copied. Of codes that the caller has none beyond its last: the copy
  * engine takes 3 us to fill a tile of few with zeros (docs/lab/fp8-prefill.md), and what is there
  * of them instead is never looked at. */
-static uint32_t token_rows(const moq_linear_call *call, const method *config) {
+static uint32_t token_rows(const moq_linear_call *call, const moq_fp8_prefill_config *config) {
     const shape *s = config->shape;
     bool part = call->spec->quantized_input && config->columns == 1 && s->share != MOQ_SHARE_TOKENS;
     int64_t rows = part ? divide_up(call->m, 8) * 8 : s->tokens;
     return (uint32_t)(rows < s->tokens ? rows : s->tokens);
 }
 
-static moq_status multiply_codes(const moq_linear_call *call, const method *config, const areas *w,
-                                 moq_err *err) {
+static moq_status multiply_codes(const moq_linear_call *call, const moq_fp8_prefill_config *config,
+                                 const workspace_layout *w, moq_err *err) {
     const shape *s = config->shape;
     const variant *v = &VARIANTS[config->index];
     moq_cuda_device device;
@@ -830,13 +832,13 @@ static moq_status multiply_codes(const moq_linear_call *call, const method *conf
 }
 
 extern "C" int64_t moq_cuda_fp8_prefill_workspace(const moq_linear_call *call) {
-    method config = moq_fp8_prefill_expand_config(call);
-    return areas_of(call, &config).bytes;
+    moq_fp8_prefill_config config = moq_fp8_prefill_expand_config(call);
+    return workspace_layout_of(call, &config).bytes;
 }
 
 extern "C" moq_status moq_cuda_fp8_prefill(const moq_linear_call *call, moq_err *err) {
-    method config = moq_fp8_prefill_expand_config(call);
-    areas w = areas_of(call, &config);
+    moq_fp8_prefill_config config = moq_fp8_prefill_expand_config(call);
+    workspace_layout w = workspace_layout_of(call, &config);
     if (!config.shape->fused && !call->spec->quantized_input)
         MOQ_TRY(quantize(call, &w, err));
     return multiply_codes(call, &config, &w, err);

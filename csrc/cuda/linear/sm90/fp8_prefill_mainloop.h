@@ -39,7 +39,7 @@ typedef struct {
         side;   /* where sums of other blocks come to, in shared memory, and float4 of each half */
     int scales; /* where those of tokens are, in shared memory */
     int turn, turn_step; /* where outputs turn around, and from a warpgroup's to the next one's */
-    bool few;            /* weights are read once */
+    bool weights_once;   /* weights are read once */
     bool boxed;          /* the copy engine can write y */
     bool per_token;      /* scale of x */
     moq_rows x;          /* where it is quantized here */

@@ -165,9 +165,9 @@ static __device__ __forceinline__ void stage_eight(const typename S::args *a, ui
 /* Stores what a warpgroup has parked: `count` tokens, the tile's from `first` on, of the 64 rows
  * from `row` on. */
 template <class S>
-static __device__ __forceinline__ void carry_out(const typename S::args *a, uint32_t room,
-                                                 const tile_place *at, int row, int first,
-                                                 int count) {
+static __device__ __forceinline__ void store_staged(const typename S::args *a, uint32_t room,
+                                                    const tile_place *at, int row, int first,
+                                                    int count) {
     int thread = threadIdx.x % 128, n = at->row + row + thread % 8 * 8;
     int end = min(count, at->last - at->token - first);
     if (n >= at->end)
@@ -195,7 +195,7 @@ write_columns(const typename S::args *a, const column_terms<S> *b, uint32_t room
                            make_float4(four[0], four[1], four[2], four[3]));
         }
         barrier_sync(2 + group, 128);
-        carry_out<S>(a, room, at, row, first, AT_ONCE);
+        store_staged<S>(a, room, at, row, first, AT_ONCE);
     }
 }
 
@@ -327,7 +327,7 @@ reduce_splits(const typename S::args *a, uint8_t *shared, column_terms<S> *b,
     }
     if constexpr (!S::tokens_first) {
         barrier_sync(2 + group, 128);
-        carry_out<S>(a, turn, at, rows * 64, own.first * 8, own.count * 8);
+        store_staged<S>(a, turn, at, rows * 64, own.first * 8, own.count * 8);
     }
 }
 

@@ -209,7 +209,7 @@ template <class S> static __device__ __forceinline__ work start(const typename S
 
 /* How many workers before it have steps of a worker's tile. */
 template <class A>
-static __device__ __forceinline__ int earlier_ones(const A *a, const work *w, int worker) {
+static __device__ __forceinline__ int earlier_workers(const A *a, const work *w, int worker) {
     int begin = (w->number - w->count) * a->steps, others = 0;
     for (int low = w->low; low > begin;)
         low = first_step_of_worker(a, worker - ++others);

@@ -58,7 +58,7 @@ namespace moq::nvfp4_decode {
 #define STAGE_UNITS MOQ_NVFP4_DECODE_STAGE_UNITS
 #define WEIGHTS     (STAGE_UNITS * MOQ_PACK_BYTES)
 #define MAX_RANKS   2
-#define MAX_PARTS   16 /* warps of a block that share K */
+#define MAX_SPLITS  16 /* warps of a block that share K */
 #define MAX_GROUPS  4  /* of warps of a block that have other rows */
 #define X_BLOCK     MOQ_NVFP4_DECODE_X_BLOCK
 
@@ -88,7 +88,7 @@ static_assert(offsetof(decode_args, weight) == sizeof(moq_nvfp4_decode_share),
 /* Barriers of a block. */
 typedef struct {
     uint64_t stage[STAGES];
-    uint64_t kept[MAX_PARTS];                            /* x is here */
+    uint64_t kept[MAX_SPLITS];                           /* x is here */
     uint64_t staged[MAX_GROUPS][2], free[MAX_GROUPS][2]; /* sums are, or may come */
     uint64_t posted[2];                                  /* boxes are full */
 } barriers;
@@ -660,7 +660,7 @@ static __device__ __forceinline__ void init_barriers(const decode_args *a, barri
         mbarrier_init(shared_address(&bar->staged[0][lane]), WARP_ARRIVALS << a->log_splits);
         mbarrier_init(shared_address(&bar->free[0][lane]), WARP_ARRIVALS);
     }
-    if (lane < MAX_PARTS)
+    if (lane < MAX_SPLITS)
         mbarrier_init(shared_address(&bar->kept[lane]), 1);
     if (lane < 2)
         mbarrier_init(shared_address(&bar->posted[lane]), 1);
@@ -791,25 +791,23 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
 
 /* ---- launch ---- */
 
-typedef moq_nvfp4_decode_config config;
-
 template <int WARPS, int SLABS, int TILES> static const void *kernel_of(moq_dtype dtype) {
     return dtype == MOQ_DT_F16
                ? (const void *)nvfp4_decode<shape<WARPS, SLABS, TILES, MOQ_NVFP4_F16>>
                : (const void *)nvfp4_decode<shape<WARPS, SLABS, TILES, MOQ_NVFP4_BF16>>;
 }
 
-static const void *kernel_for(const config *w, const moq_linear_call *call) {
+static const void *kernel_for(const moq_nvfp4_decode_config *config, const moq_linear_call *call) {
     moq_dtype dtype = call->spec->dtype;
-    if (w->warps == 16)
-        return w->slabs == 2   ? kernel_of<16, 2, 1>(dtype)
-               : w->slabs == 4 ? kernel_of<16, 4, 1>(dtype)
-                               : kernel_of<16, 8, 1>(dtype);
+    if (config->warps == 16)
+        return config->slabs == 2   ? kernel_of<16, 2, 1>(dtype)
+               : config->slabs == 4 ? kernel_of<16, 4, 1>(dtype)
+                                    : kernel_of<16, 8, 1>(dtype);
     if (call->m > 8)
         return kernel_of<8, 4, 2>(dtype);
-    return w->slabs == 2   ? kernel_of<8, 2, 1>(dtype)
-           : w->slabs == 4 ? kernel_of<8, 4, 1>(dtype)
-                           : kernel_of<8, 8, 1>(dtype);
+    return config->slabs == 2   ? kernel_of<8, 2, 1>(dtype)
+           : config->slabs == 4 ? kernel_of<8, 4, 1>(dtype)
+                                : kernel_of<8, 8, 1>(dtype);
 }
 
 extern "C" moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err *err) {
@@ -817,7 +815,7 @@ extern "C" moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err
     moq_cuda_device device;
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
     moq_nvfp4_decode_share share;
-    const config *w = moq_nvfp4_decode_expand_config(call, &share);
+    const moq_nvfp4_decode_config *config = moq_nvfp4_decode_expand_config(call, &share);
     decode_args args = {};
     memcpy(&args, &share, sizeof share);
     args.weight = call->weight;
@@ -831,9 +829,10 @@ extern "C" moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err
     unsigned cluster = in_cluster(&args) ? 2 : 1;
     moq_launch launch = {
         .what = "NVFP4 linear",
-        .kernel = kernel_for(w, call),
-        .grid = dim3(((unsigned)device.sm_count << w->two) / cluster * cluster),
-        .block = dim3((unsigned)(32 * (w->warps + MOQ_NVFP4_DECODE_ADDS(w->warps, w->slabs)))),
+        .kernel = kernel_for(config, call),
+        .grid = dim3(((unsigned)device.sm_count << config->two) / cluster * cluster),
+        .block = dim3(
+            (unsigned)(32 * (config->warps + MOQ_NVFP4_DECODE_ADDS(config->warps, config->slabs)))),
         .cluster = cluster > 1 ? cluster : 0,
         .shared = (size_t)args.shared,
         .stream = (cudaStream_t)call->stream,

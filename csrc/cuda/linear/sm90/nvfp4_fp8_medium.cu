@@ -224,16 +224,17 @@ static const variant VARIANTS[] = {MOQ_NVFP4_FP8_MEDIUM_SHAPES(VARIANT)};
 /* What a call works in, as offsets; codes are first. */
 typedef struct {
     int64_t scales, sums, bytes;
-} areas;
+} workspace_layout;
 
-static areas areas_of(const moq_linear_call *call, const method *config) {
-    areas w = {.scales = divide_up(call->m * call->spec->in_features, 256) * 256};
+static workspace_layout workspace_layout_of(const moq_linear_call *call,
+                                            const moq_nvfp4_medium_config *config) {
+    workspace_layout w = {.scales = divide_up(call->m * call->spec->in_features, 256) * 256};
     w.sums = divide_up(w.scales + call->m * 4, 256) * 256;
     w.bytes = w.sums + room_of_sums(config).bytes;
     return w;
 }
 
-static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err *err) {
+static moq_status quantize(const moq_linear_call *call, const workspace_layout *w, moq_err *err) {
     uint8_t *workspace = (uint8_t *)call->workspace;
     moq_cuda_quantize q = {.x = call->x,
                            .mode = MOQ_INPUT_E4M3_TOKEN,
@@ -249,16 +250,16 @@ static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err 
 }
 
 extern "C" int64_t moq_cuda_nvfp4_fp8_medium_workspace(const moq_linear_call *call) {
-    method config = moq_nvfp4_fp8_medium_expand_config(call);
-    return config.shape ? areas_of(call, &config).bytes : 0;
+    moq_nvfp4_medium_config config = moq_nvfp4_fp8_medium_expand_config(call);
+    return config.shape ? workspace_layout_of(call, &config).bytes : 0;
 }
 
 extern "C" moq_status moq_cuda_nvfp4_fp8_medium(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method config = moq_nvfp4_fp8_medium_expand_config(call);
+    moq_nvfp4_medium_config config = moq_nvfp4_fp8_medium_expand_config(call);
     if (!config.shape)
         return refuse(call, err);
-    areas w = areas_of(call, &config);
+    workspace_layout w = workspace_layout_of(call, &config);
     MOQ_TRY(quantize(call, &w, err));
     layout l = moq_nvfp4_medium_smem_layout(config.shape, config.cluster);
     gemm_args a = begin_args(call, &config, l, (uint8_t *)call->workspace + w.sums);

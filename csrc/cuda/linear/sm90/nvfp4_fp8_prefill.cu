@@ -304,29 +304,29 @@ static __device__ __forceinline__ void produce_codes(const gemm_args *a, const p
 
 /* ---- the consumers ---- */
 
-/* DIVIDED: blocks share K of some tiles. */
-template <class S, bool DIVIDED>
+/* STREAM_K: blocks share K of some tiles. */
+template <class S, bool STREAM_K>
 static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_pipeline *t,
-                                               tile_scales<S> *b, const output_path *config,
+                                               tile_scales<S> *b, const output_path *path,
                                                int group, int rank) {
     pipeline_state slot = {0, 0};
     wait_for_predecessor();
     for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         tile_place at = place_of<S>(a, w.number, rank);
         float sum[S::T / 2] = {};
-        if (!DIVIDED || w.end == a->steps) /* the outputs are this block's */
+        if (!STREAM_K || w.end == a->steps) /* the outputs are this block's */
             fetch_tile_scales<S>(a, b, &at, group);
         if constexpr (S::fast)
             multiply_fast<S>(t, w.end - w.first, &slot, sum);
         else
             multiply<S>(t, w.end - w.first, &slot, sum);
-        if (DIVIDED && w.end < a->steps) {
-            leave<S>(a, group, sum);
+        if (STREAM_K && w.end < a->steps) {
+            store_partial_sums<S>(a, group, sum);
             continue;
         }
-        if (DIVIDED && w.first > 0)
-            add_earlier<S>(a, &w, group, sum);
-        write_boxes<S>(a, config, b, &at, group, sum, {0, S::T / CHUNK});
+        if (STREAM_K && w.first > 0)
+            add_partial_sums<S>(a, &w, group, sum);
+        write_boxes<S>(a, path, b, &at, group, sum, {0, S::T / CHUNK});
     }
 }
 
@@ -353,7 +353,7 @@ static __device__ __forceinline__ void set_up(const stage_barriers *barriers,
         __syncthreads();
 }
 
-template <class S, bool DIVIDED>
+template <class S, bool STREAM_K>
 static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
     nvfp4_fp8(const __grid_constant__ CUtensorMap tokens,
               const __grid_constant__ CUtensorMap outputs, const __grid_constant__ gemm_args args) {
@@ -376,8 +376,8 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
             __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
         uint32_t own = threadIdx.x / 32 * (2 * UNIT_BYTES) + threadIdx.x % 32 * 16;
         consumer_pipeline t = {barriers, operands + own, wgmma_operand(x), args.stages};
-        output_path config = {&outputs, room + group * S::rooms * TURN_BYTES};
-        consume<S, DIVIDED>(&args, &t, &epilogue[group], &config, group, rank);
+        output_path path = {&outputs, room + group * S::rooms * TURN_BYTES};
+        consume<S, STREAM_K>(&args, &t, &epilogue[group], &path, group, rank);
         if (threadIdx.x % 128 == 0)
             store_boxes_wait();
     } else if (threadIdx.x < CONSUMERS + S::folders) {
@@ -397,7 +397,7 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
             produce_weights<S>(&args, &packed);
         else if (threadIdx.x == CONSUMERS + S::folders + 32)
             produce_codes<S>(&args, &of_tokens, &tokens);
-        else if (DIVIDED && threadIdx.x >= CONSUMERS + S::folders + 64)
+        else if (STREAM_K && threadIdx.x >= CONSUMERS + S::folders + 64)
             announce<S>(&args, (int)threadIdx.x / 32 % 2);
     }
     if (S::pair) {
@@ -434,18 +434,18 @@ static const variant VARIANTS[] = {MOQ_NVFP4_FP8_SHAPES(VARIANT)};
 static_assert(ROWS == MOQ_NVFP4_FP8_ROWS && STEP == MOQ_NVFP4_FP8_STEP,
               "as the choice counts them");
 
-typedef moq_nvfp4_fp8_config method;
-
 /* ---- launch ---- */
 
 /* What a call works in, as offsets; codes are first. Both are for whole tiles: what is beyond m is
  * never looked at, and not copying it would take longer. */
 typedef struct {
     int64_t tokens, scales, flags, sums, bytes;
-} areas;
+} workspace_layout;
 
-static areas areas_of(const moq_linear_spec *spec, const method *config) {
-    areas w = {.tokens = config->columns * config->shape->tokens * config->shape->blocks};
+static workspace_layout workspace_layout_of(const moq_linear_spec *spec,
+                                            const moq_nvfp4_fp8_config *config) {
+    workspace_layout w = {.tokens =
+                              config->columns * config->shape->tokens * config->shape->blocks};
     w.scales = divide_up(w.tokens * spec->in_features, 256) * 256;
     w.flags = w.sums = divide_up(w.scales + w.tokens * 4, 256) * 256;
     if (config->tail_tiles) {
@@ -458,7 +458,7 @@ static areas areas_of(const moq_linear_spec *spec, const method *config) {
     return w;
 }
 
-static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err *err) {
+static moq_status quantize(const moq_linear_call *call, const workspace_layout *w, moq_err *err) {
     uint8_t *workspace = (uint8_t *)call->workspace;
     moq_cuda_quantize q = {.x = call->x,
                            .mode = MOQ_INPUT_E4M3_TOKEN,
@@ -473,8 +473,8 @@ static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err 
     return moq_cuda_quantize_rows(&q, err);
 }
 
-static gemm_args args_of(const moq_linear_call *call, const method *config, const areas *w,
-                         int limit) {
+static gemm_args args_of(const moq_linear_call *call, const moq_nvfp4_fp8_config *config,
+                         const workspace_layout *w, int limit) {
     const moq_linear_spec *spec = call->spec;
     const variant *v = &VARIANTS[config->index];
     int64_t band = BAND_TOKENS / (config->shape->tokens * config->shape->blocks);
@@ -506,16 +506,16 @@ static gemm_args args_of(const moq_linear_call *call, const method *config, cons
 }
 
 extern "C" int64_t moq_cuda_nvfp4_fp8_prefill_workspace(const moq_linear_call *call) {
-    method config = moq_nvfp4_fp8_expand_config(call);
-    return areas_of(call->spec, &config).bytes;
+    moq_nvfp4_fp8_config config = moq_nvfp4_fp8_expand_config(call);
+    return workspace_layout_of(call->spec, &config).bytes;
 }
 
 extern "C" moq_status moq_cuda_nvfp4_fp8_prefill(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method config = moq_nvfp4_fp8_expand_config(call);
+    moq_nvfp4_fp8_config config = moq_nvfp4_fp8_expand_config(call);
     const variant *v = &VARIANTS[config.index];
     int blocks = config.shape->blocks;
-    areas w = areas_of(spec, &config);
+    workspace_layout w = workspace_layout_of(spec, &config);
     moq_cuda_device device;
     CUtensorMap tokens, outputs = {};
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));

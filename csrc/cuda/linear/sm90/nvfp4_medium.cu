@@ -31,7 +31,7 @@ static_assert(BARRIERS == MOQ_NVFP4_MEDIUM_BARRIERS, "as the choice counts them"
 /* Weights on their way at once at the start of a block, so that x is not queued behind all. */
 #define FLIGHT_BYTES 49152
 
-sums_room room_of_sums(const method *config) {
+sums_room room_of_sums(const moq_nvfp4_medium_config *config) {
     const moq_nvfp4_medium_shape *v = config->shape;
     int groups = v->row_groups * v->k_groups;
     if (!config->tail_tiles)
@@ -40,7 +40,8 @@ sums_room room_of_sums(const method *config) {
     return {flags, flags + config->workers * groups * 64 * v->tokens * 4};
 }
 
-gemm_args begin_args(const moq_linear_call *call, const method *config, layout l, void *room) {
+gemm_args begin_args(const moq_linear_call *call, const moq_nvfp4_medium_config *config, layout l,
+                     void *room) {
     const moq_linear_spec *spec = call->spec;
     int flight = FLIGHT_BYTES / (config->shape->row_groups * 64 * 72);
     int after = l.behind ? l.stages * config->shape->stage : 0;
@@ -75,8 +76,8 @@ moq_status refuse(const moq_linear_call *call, moq_err *err) {
                     (long long)call->m);
 }
 
-moq_status launch_tiles(const moq_linear_call *call, const method *config, layout l,
-                        const variant *variants, const gemm_args *args, const void *x,
+moq_status launch_tiles(const moq_linear_call *call, const moq_nvfp4_medium_config *config,
+                        layout l, const variant *variants, const gemm_args *args, const void *x,
                         int64_t width, int64_t stride, moq_err *err) {
     const moq_nvfp4_medium_shape *v = config->shape;
     const moq_linear_spec *spec = call->spec;
@@ -107,13 +108,13 @@ moq_status launch_tiles(const moq_linear_call *call, const method *config, layou
 static const variant BFLOAT16_VARIANTS[] = {MOQ_NVFP4_MEDIUM_SHAPES(VARIANT)};
 
 extern "C" int64_t moq_cuda_nvfp4_medium_workspace(const moq_linear_call *call) {
-    method config = moq_nvfp4_medium_expand_config(call);
+    moq_nvfp4_medium_config config = moq_nvfp4_medium_expand_config(call);
     return config.shape ? room_of_sums(&config).bytes : 0;
 }
 
 extern "C" moq_status moq_cuda_nvfp4_medium(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method config = moq_nvfp4_medium_expand_config(call);
+    moq_nvfp4_medium_config config = moq_nvfp4_medium_expand_config(call);
     if (!config.shape)
         return refuse(call, err);
     layout l = moq_nvfp4_medium_smem_layout(config.shape, config.cluster);

@@ -310,7 +310,8 @@ static __device__ __forceinline__ float4 *sums_of(const gemm_args *a, int block)
 /* Leaves a warp's sums for the block that has the last steps of the tile, whose same warp takes
  * them. */
 template <class S>
-static __device__ __forceinline__ void leave(const gemm_args *a, const float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void store_partial_sums(const gemm_args *a,
+                                                          const float (&sum)[S::T / 2]) {
     float4 *to = sums_of<S>(a, (int)blockIdx.x);
 #pragma unroll
     for (int j = 0; j < S::T / 8; j++)
@@ -324,11 +325,11 @@ static __device__ __forceinline__ void leave(const gemm_args *a, const float (&s
 /* Adds the sums of the tile's steps before this block's, those of the blocks before, from the last
  * to the first. */
 template <class S>
-static __device__ __forceinline__ void add_earlier(const gemm_args *a, const work *w,
-                                                   float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void add_partial_sums(const gemm_args *a, const work *w,
+                                                        float (&sum)[S::T / 2]) {
     constexpr int PIECE = S::T / 8 < 16 ? S::T / 8 : 16;   /* eights at once, of so many */
     constexpr int AT_ONCE = 64 / S::T > 1 ? 64 / S::T : 1; /* blocks */
-    int block = (int)blockIdx.x, others = same_in_warp(earlier_ones(a, w, block));
+    int block = (int)blockIdx.x, others = same_in_warp(earlier_workers(a, w, block));
     for (int i = threadIdx.x % 32; i < others; i += 32)
         await_sums(flag_of(a, block - i - 1, S::consumers / 32));
     __syncwarp();
@@ -358,9 +359,9 @@ static __device__ __forceinline__ void add_earlier(const gemm_args *a, const wor
     }
 }
 
-/* ---- the kernel. DIVIDED: blocks share K of some tiles ---- */
+/* ---- the kernel. STREAM_K: blocks share K of some tiles ---- */
 
-template <class S, class P, bool DIVIDED>
+template <class S, class P, bool STREAM_K>
 static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_pipeline *t,
                                                uint8_t *shared, column_terms<S> *b,
                                                const cluster_barriers *meet) {
@@ -393,19 +394,19 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
             reduce_splits<S>(a, shared, b + group, meet, &terms, &at, sum);
             return;
         }
-        if (DIVIDED && end < a->steps) {
-            leave<S>(a, sum);
+        if (STREAM_K && end < a->steps) {
+            store_partial_sums<S>(a, sum);
             continue;
         }
-        if (DIVIDED && steps < a->steps)
-            add_earlier<S>(a, &w, sum);
+        if (STREAM_K && steps < a->steps)
+            add_partial_sums<S>(a, &w, sum);
         if (S::token_factors)
             post_columns<S>(&terms, b + group);
         write_columns<S>(a, b + group, turn, &at, row, &terms.row[0], sum);
     }
 }
 
-template <class S, class P, bool DIVIDED>
+template <class S, class P, bool STREAM_K>
 static __global__ void __launch_bounds__(S::threads, 1)
     nvfp4_medium(const __grid_constant__ CUtensorMap weights,
                  const __grid_constant__ CUtensorMap tokens,
@@ -414,7 +415,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
     __shared__ __align__(8) uint64_t barrier[BARRIERS];
     __shared__ column_terms<S> terms[S::consumers / 128];
     __shared__ __align__(16) uint8_t scales[S::consumers / 32 * (2 * SCALES)];
-    static_assert(sizeof terms <= COLUMN_TERMS_BYTES, "what lay_out counts on");
+    static_assert(sizeof terms <= COLUMN_TERMS_BYTES, "as the launch counts them");
     uint32_t first = fixed_shared_address(barrier), pipeline = fixed_shared_address(smem);
     stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
     cluster_barriers meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
@@ -439,7 +440,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
                                (uint32_t)args.stages};
         if (S::split_k && threadIdx.x == 0)
             mbarrier_expect(meet.posted, bytes_to_come<S>());
-        consume<S, P, DIVIDED>(&args, &t, smem, terms, &meet);
+        consume<S, P, STREAM_K>(&args, &t, smem, terms, &meet);
     } else {
         if (S::uneven)
             fewer_registers<S::copier_registers>();
@@ -492,7 +493,6 @@ static variant variant_of(void) {
 
 /* ---- the launch, exact or with FP8 products (nvfp4_medium.cu) ---- */
 
-typedef moq_nvfp4_medium_config method;
 typedef moq_nvfp4_medium_layout layout;
 
 /* Workspace of tiles whose steps blocks share: flags of the warps, then sums; none without them. */
@@ -500,7 +500,7 @@ typedef struct {
     int64_t flags, bytes;
 } sums_room;
 
-sums_room room_of_sums(const method *config);
+sums_room room_of_sums(const moq_nvfp4_medium_config *config);
 
 /* Returns the kernels of every shape for activations of float16 (nvfp4_medium_f16.cu). */
 const variant *float16_variants(void);
@@ -509,12 +509,13 @@ const variant *float16_variants(void);
 moq_status refuse(const moq_linear_call *call, moq_err *err);
 
 /* Makes the arguments of a call; sums that blocks hand over go to `room`. */
-gemm_args begin_args(const moq_linear_call *call, const method *config, layout l, void *room);
+gemm_args begin_args(const moq_linear_call *call, const moq_nvfp4_medium_config *config, layout l,
+                     void *room);
 
 /* Launches a config's kernel, found in `variants`, one for each shape. x has a row of `width` bytes
  * for each token, `stride` bytes apart. */
-moq_status launch_tiles(const moq_linear_call *call, const method *config, layout l,
-                        const variant *variants, const gemm_args *args, const void *x,
+moq_status launch_tiles(const moq_linear_call *call, const moq_nvfp4_medium_config *config,
+                        layout l, const variant *variants, const gemm_args *args, const void *x,
                         int64_t width, int64_t stride, moq_err *err);
 
 } // namespace moq::nvfp4_medium

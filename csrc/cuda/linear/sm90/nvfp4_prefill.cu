@@ -46,39 +46,39 @@ static __device__ __forceinline__ void produce_units(const gemm_args *a, const p
     }
 }
 
-/* DIVIDED: blocks share K of some tiles. Where all tiles are whole the code without that is 2 %
+/* SHARE_K: blocks share K of some tiles. Where all tiles are whole the code without that is 2 %
  * faster in layers of short K. */
-template <class S, bool DIVIDED>
+template <class S, bool SHARE_K>
 static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_pipeline *t,
-                                               tile_scales<S> *b, const output_path *config,
+                                               tile_scales<S> *b, const output_path *path,
                                                int group, int rank) {
     pipeline_state slot = {0, 0};
     wait_for_predecessor();
     for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         tile_place at = place_of<S>(a, w.number, rank);
         float sum[S::T / 2] = {};
-        if (!DIVIDED || a->splits > 1 || w.end == a->steps) /* the outputs are this block's */
+        if (!SHARE_K || a->splits > 1 || w.end == a->steps) /* the outputs are this block's */
             fetch_tile_scales<S>(a, b, &at, group);
         multiply<S>(t, w.end - w.first, &slot, sum);
-        if constexpr (!DIVIDED) {
-            write_boxes<S>(a, config, b, &at, group, sum, {0, S::T / CHUNK});
+        if constexpr (!SHARE_K) {
+            write_boxes<S>(a, path, b, &at, group, sum, {0, S::T / CHUNK});
             continue;
         }
         if (a->splits > 1) {
-            write_boxes<S>(a, config, b, &at, group, sum, add_parts<S>(a, group, sum));
+            write_boxes<S>(a, path, b, &at, group, sum, add_splits<S>(a, group, sum));
             return;
         }
         if (w.end < a->steps) {
-            leave<S>(a, group, sum);
+            store_partial_sums<S>(a, group, sum);
             continue;
         }
         if (w.first > 0)
-            add_earlier<S>(a, &w, group, sum);
-        write_boxes<S>(a, config, b, &at, group, sum, {0, S::T / CHUNK});
+            add_partial_sums<S>(a, &w, group, sum);
+        write_boxes<S>(a, path, b, &at, group, sum, {0, S::T / CHUNK});
     }
 }
 
-template <class S, bool DIVIDED>
+template <class S, bool SHARE_K>
 static __global__ void __launch_bounds__(THREADS, 1)
     nvfp4_prefill(const __grid_constant__ CUtensorMap weights,
                   const __grid_constant__ CUtensorMap tokens,
@@ -120,8 +120,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
                                own + moq_pack_word_at(lane / 4, lane % 4, 0),
                                own + moq_pack_scale_at(lane / 4, 0),
                                args.stages};
-        output_path config = {&outputs, room + group * S::T * 128};
-        consume<S, DIVIDED>(&args, &t, &epilogue[group], &config, group, rank);
+        output_path path = {&outputs, room + group * S::T * 128};
+        consume<S, SHARE_K>(&args, &t, &epilogue[group], &path, group, rank);
         if (threadIdx.x % 128 == 0)
             store_boxes_wait();
     } else {
@@ -132,7 +132,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
             produce_units<S>(&args, &of_weights, &weights);
         else if (threadIdx.x == CONSUMERS + 32)
             produce_tokens<S>(&args, &of_tokens, &tokens);
-        else if (DIVIDED && args.splits == 0 && threadIdx.x >= CONSUMERS + 64)
+        else if (SHARE_K && args.splits == 0 && threadIdx.x >= CONSUMERS + 64)
             announce<S>(&args, (int)threadIdx.x / 32 % 2);
     }
     if (args.splits > 1 ? threadIdx.x >= CONSUMERS : S::pair) {
@@ -166,16 +166,14 @@ static const variant VARIANTS[] = {MOQ_NVFP4_PREFILL_SHAPES(VARIANT)};
 static_assert(ROWS == MOQ_NVFP4_PREFILL_ROWS && CHUNK == MOQ_NVFP4_PREFILL_CHUNK,
               "as the choice counts them");
 
-typedef moq_nvfp4_prefill_config method;
-
 /* ---- launch ---- */
 
 /* Blocks of a call, and where its workspace has their sums, behind the flags. */
-static int64_t blocks_of(const method *config) {
+static int64_t blocks_of(const moq_nvfp4_prefill_config *config) {
     return config->workers * config->shape->blocks * (config->splits ? config->splits : 1);
 }
 
-static int64_t flag_bytes(const method *config) {
+static int64_t flag_bytes(const moq_nvfp4_prefill_config *config) {
     return divide_up(blocks_of(config) * 16, 256) * 256;
 }
 
@@ -184,7 +182,8 @@ static int room_of(const moq_nvfp4_prefill_shape *v) {
     return v->tokens * ROWS * 2;
 }
 
-static gemm_args args_of(const moq_linear_call *call, const method *config, int limit) {
+static gemm_args args_of(const moq_linear_call *call, const moq_nvfp4_prefill_config *config,
+                         int limit) {
     const moq_linear_spec *spec = call->spec;
     const moq_nvfp4_prefill_shape *s = config->shape;
     const variant *v = &VARIANTS[config->index];
@@ -218,7 +217,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *config, int 
 }
 
 extern "C" int64_t moq_cuda_nvfp4_prefill_workspace(const moq_linear_call *call) {
-    method config = moq_nvfp4_prefill_expand_config(call);
+    moq_nvfp4_prefill_config config = moq_nvfp4_prefill_expand_config(call);
     if (!config.tail_tiles && !config.splits)
         return 0;
     return flag_bytes(&config) + blocks_of(&config) * config.shape->tokens * ROWS * 4;
@@ -226,7 +225,7 @@ extern "C" int64_t moq_cuda_nvfp4_prefill_workspace(const moq_linear_call *call)
 
 extern "C" moq_status moq_cuda_nvfp4_prefill(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method config = moq_nvfp4_prefill_expand_config(call);
+    moq_nvfp4_prefill_config config = moq_nvfp4_prefill_expand_config(call);
     const moq_nvfp4_prefill_shape *s = config.shape;
     const variant *v = &VARIANTS[config.index];
     moq_cuda_device device;

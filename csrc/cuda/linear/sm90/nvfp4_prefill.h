@@ -351,8 +351,8 @@ template <class S> static __device__ __forceinline__ chunks chunks_of(int split,
 }
 
 template <class S>
-static __device__ __forceinline__ chunks add_parts(const gemm_args *a, int group,
-                                                   float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ chunks add_splits(const gemm_args *a, int group,
+                                                    float (&sum)[S::T / 2]) {
     int blocks = S::pair ? 2 : 1, rank = (int)rank_in_cluster(), split = rank / blocks;
     chunks own = chunks_of<S>(split, a->splits);
     hand_over<S>(sums_of<S>(a, (int)blockIdx.x, group), sum, own);
@@ -373,8 +373,8 @@ static __device__ __forceinline__ uint64_t *flag_of(const gemm_args *a, int bloc
 /* Hands over all sums. A warp of the block announces it, so that the warpgroup does not wait until
  * they are in memory. */
 template <class S>
-static __device__ __forceinline__ void leave(const gemm_args *a, int group,
-                                             const float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void store_partial_sums(const gemm_args *a, int group,
+                                                          const float (&sum)[S::T / 2]) {
     hand_over<S>(sums_of<S>(a, (int)blockIdx.x, group), sum, {0, 0});
     barrier_arrive(4 + group, 128 + 32);
 }
@@ -393,9 +393,9 @@ template <class S> static __device__ __forceinline__ void announce(const gemm_ar
 /* Adds the sums of the tile's steps before this block's, those of the blocks before, from the last
  * to the first. */
 template <class S>
-static __device__ __forceinline__ void add_earlier(const gemm_args *a, const work *w, int group,
-                                                   float (&sum)[S::T / 2]) {
-    int blocks = S::pair ? 2 : 1, others = earlier_ones(a, w, (int)blockIdx.x / blocks);
+static __device__ __forceinline__ void add_partial_sums(const gemm_args *a, const work *w,
+                                                        int group, float (&sum)[S::T / 2]) {
+    int blocks = S::pair ? 2 : 1, others = earlier_workers(a, w, (int)blockIdx.x / blocks);
     for (int i = threadIdx.x % 128; i < others; i += 128)
         await_sums(flag_of(a, (int)blockIdx.x - (i + 1) * blocks, group));
     barrier_sync(2 + group, 128);
@@ -455,8 +455,8 @@ stage_outputs(const gemm_args *a, uint32_t room, const float *x, const float *su
 }
 
 /* Writes parked chunks of a tile where y's addresses forbid the copy engine. */
-static __device__ __forceinline__ void carry_out(const gemm_args *a, uint32_t room,
-                                                 const tile_place *at, int row, chunks part) {
+static __device__ __forceinline__ void store_staged(const gemm_args *a, uint32_t room,
+                                                    const tile_place *at, int row, chunks part) {
     int thread = threadIdx.x % 128, n = row + thread % 8 * 8;
     int end = min(part.end * CHUNK, a->m - at->token);
 #pragma unroll 1
@@ -505,7 +505,7 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const out
         fence_async_proxy();
         barrier_sync(2 + group, 128);
         if (!a->boxed)
-            carry_out(a, room, at, row, some);
+            store_staged(a, room, at, row, some);
         else if (thread == 0)
             for (int i = some.first; i < some.end; i++)
                 store_box_2d(path->map, row * 2, at->token + i * CHUNK, room + i * TURN_BYTES);
