@@ -1,23 +1,22 @@
 /* FP8 linear for more than a few tokens on Hopper: y[m, n] = round(sum_k X[m, k] W[n, k] * scales +
  * bias[n]).
  *
- * W is e4m3 [N, K] as the checkpoint has it, X e4m3 codes [M, K] that the quantization before makes
- * in the workspace, with group scales [K / 128][tokens]. A block has two warpgroups that multiply
- * and a warp that copies; what it copies goes round in a ring of steps of 128 columns.
+ * W is e4m3 [N, K] as the checkpoint has it. X is e4m3 codes [M, K], quantized into the workspace,
+ * with group scales [K / 128][tokens]. A block has two consumer warpgroups and a producer warp,
+ * with a pipeline of steps of 128 columns.
  *
- * - Few tokens: W gives the rows of the products, so that a tile has as few tokens as there are. K
- *   is divided among the blocks of a cluster, and where that is not enough among their warpgroups,
- *   since a layer has but 16 to 64 tiles for 132 multiprocessors. W is constant, so the ring is
- *   filled with it before X is complete (dependent launch). Where one scale is given x may be
- *   quantized here instead, by two more warpgroups (fp8_prefill.cu).
- * - Many tokens: the tokens give the rows, 256 to a tile, so that scales of groups are one number a
- *   row. Pairs of blocks have one operand in common, which each copies half of to both.
- * - Tiles never cross from one partition to the next, so that 64 rows have one block scale a step.
+ * - Few tokens: W gives the rows of the products, so that a tile is as narrow as the tokens. K is
+ *   split over the blocks of a cluster, and then over their warpgroups, since a layer has 16 to 64
+ *   tiles for 132 multiprocessors. W is constant, so the pipeline fills before X is complete (PDL).
+ *   With one given scale, two more warpgroups may quantize x in the kernel instead.
+ * - Many tokens: tokens give the rows, 256 to a tile, so that group scales are one number a row.
+ *   Pairs of blocks share one operand; each copies half of it to both.
+ * - Tiles never cross partitions, so that 64 rows have one block scale a step.
  *
  * What bounds it (H200, docs/lab/fp8-prefill.md): up to 64 tokens the weights, from 0.6 us after a
- * block's start, and a microsecond for sums of parts and the end; with more what the second-level
- * cache delivers, 7 to 8 TB/s, and the tensor cores; with many what lies between two products of a
- * warpgroup and between two tiles, and the clock that power allows. */
+ * block's start, plus a microsecond for split-K and the end; with more the L2, 7 to 8 TB/s, and the
+ * tensor cores; with many the gaps between a warpgroup's products and between tiles, and the clock
+ * that power allows. */
 #include "core/invariant.h"
 #include "cuda/choice/fp8_prefill.h"
 #include "cuda/linear/cuda_linear.h"
@@ -32,18 +31,15 @@
 
 namespace moq::fp8_prefill {
 
-/* Outputs of the FP8 linear for many tokens on Hopper, where tokens are the rows of the products.
- * Outputs of a tile wait in shared memory, and the copy engine takes them out under the products of
- * the next one: blocks have theirs at about the same time, so that what the L2 takes bounds how
- * fast they leave (docs/lab/fp8-prefill.md).
- *
- * What a product gives, 64 tokens by 128 rows of W, is two boxes, of 128 bytes a token in the
- * 128-byte swizzle. */
+/* ---- epilogue where tokens are the rows. Outputs are staged in shared memory and leave by bulk
+ * tensor stores under the products of the next tile: all blocks have outputs at about the same
+ * time, so that the L2 bounds how fast they leave (docs/lab/fp8-prefill.md). A product of 64 tokens
+ * by 128 rows of W is two boxes, of 128 bytes a token in the 128-byte swizzle ---- */
 
 #define BOX_BYTES (64 * 128)
 
-/* Scales and rounds the outputs of a product into two boxes at `room`; `e` are terms of its tokens.
- * PLAIN: bfloat16 without factors or biases, at a third of the instructions. */
+/* Scales and rounds the outputs of a product and stages them as two boxes at `room`; `e` are the
+ * tokens' operands. PLAIN: bfloat16 without scales or biases, at a third of the instructions. */
 template <class S, bool PLAIN>
 static __device__ __forceinline__ void stage_outputs(const gemm_args *a, uint32_t room,
                                                      const column_terms<S> *b, const terms *e,
@@ -70,14 +66,13 @@ static __device__ __forceinline__ void stage_outputs(const gemm_args *a, uint32_
     }
 }
 
-/* Writes what 64 rows have parked, from token `first` on, where boxes would write what is not this
- * tile's, or y's addresses forbid the copy engine. */
+/* Stores 64 staged rows from token `first` on without the copy engine: a box would overwrite
+ * outputs of another tile, or y is not aligned for it. */
 static __device__ __forceinline__ void store_staged(const gemm_args *a, uint32_t room,
                                                     const tile_place *at, int first) {
     int piece = threadIdx.x % 16, n = at->row + piece * 8;
 #pragma unroll 1
-    for (int i = 0; i < 8;
-         i++) { /* all lanes alike: the products of the next tile want whole warps */
+    for (int i = 0; i < 8; i++) { /* same count for all lanes: the next products need whole warps */
         int token = threadIdx.x % 128 / 16 + 8 * i;
         uint4 word =
             load_shared(room + piece / 8 * BOX_BYTES + token * 128 + (piece % 8 ^ token % 8) * 16);
@@ -87,8 +82,8 @@ static __device__ __forceinline__ void store_staged(const gemm_args *a, uint32_t
     }
 }
 
-/* Where outputs of a warpgroup go: y, where it can have boxes, factors and biases of columns, room
- * for what waits, and its first row of a tile. */
+/* Destination of a warpgroup's outputs: the map of y, column operands, room for staged outputs, and
+ * its first row of a tile. */
 template <class S> struct output_path {
     const CUtensorMap *map;
     column_terms<S> *b;
@@ -96,15 +91,15 @@ template <class S> struct output_path {
     int row;
 };
 
-/* Writes the tokens of a wave of a warpgroup. Its waves take turns, each with room of its own:
- * where there are two, a wave's barrier tells that what the other had of the tile before has left.
- * The first thread waits for store_boxes_wait() before the block ends. */
+/* Writes the tokens of one wave of a warpgroup. Each wave has staging room of its own; with two,
+ * the barrier of one tells that the other's outputs of the tile before have left. The first thread
+ * must call store_boxes_wait() before the block ends. */
 template <class S, int WAVE>
 static __device__ __forceinline__ void write_wave(const gemm_args *a, const output_path<S> *path,
                                                   const tile_place *at, const tile_terms<S> *e,
                                                   const float (&sum)[S::T / 2]) {
     bool first = threadIdx.x % 128 == 0;
-    /* boxes begin at multiples of 16 bytes, and write as many rows of W as they have */
+    /* boxes begin at multiples of 16 bytes and write all of their rows of W */
     bool boxed = a->boxed && at->row % 8 == 0 && (at->row + S::T <= at->end || at->end == a->n);
     bool plain = !S::row_factors && !a->out.bias && a->out.dtype == MOQ_DT_BF16;
     int barrier = 2 + threadIdx.x / 128, token = at->token + path->row + 64 * WAVE;
@@ -130,22 +125,19 @@ static __device__ __forceinline__ void write_wave(const gemm_args *a, const outp
     __syncwarp();
 }
 
-/* Products of the FP8 linear for many tokens on Hopper where tokens are the rows
- * (fp8_prefill.cu): a thread has two of them, and a step two scales for it.
+/* ---- mainloop where tokens are the rows: a thread has two of them, and two scales a step
  *
- * One set of registers takes the products, so that the next cannot begin before the last is added
- * to the sums, and as little as can be lies between them: both warpgroups are seldom apart, so that
- * what lies there is not hidden behind the other's products. A warp that issues products waits for
- * most of them, so that not much of what follows them in the code happens meanwhile: a step's
- * operands are asked for among the additions of the step before.
+ * One set of accumulators takes the products, so the next product waits for the promotion of the
+ * last. Both warpgroups are seldom apart, so that the gap between two products is not hidden and
+ * has to be short: the operands of a step are awaited during the promotion of the step before.
  *
- * A warpgroup's tiles follow each other without a gap. The sums of a tile's first wave are complete
- * before the last product of the tile, and leave under it; those of its last wave leave under the
- * first product of the next tile, which then begins them anew (docs/lab/fp8-prefill.md). */
+ * Tiles of a warpgroup follow each other without a gap. The sums of a tile's first wave are
+ * complete before its last product and leave under it. Those of its last wave leave under the first
+ * product of the next tile (docs/lab/fp8-prefill.md). ---- */
 
-/* ---- the next tile, without a division where it is in the same band and partition ---- */
+/* ---- the next tile, without a division if it is in the same band and partition ---- */
 
-/* Where a tile is in its band, as wide as `width` columns, and how far the next is from there. */
+/* Position of a tile in its band of `width` columns, and the distance to the next tile. */
 typedef struct {
     int row, column, width;
     int along, across;
@@ -191,41 +183,42 @@ static __device__ __forceinline__ void find_next(const gemm_args *a, int rank, b
     band->column = column;
 }
 
-/* A warpgroup that makes tiles. */
+/* State of a consumer warpgroup. */
 template <class S> struct row_worker {
     const gemm_args *a;
     const consumer_pipeline *pipeline;
-    const float *scales; /* of the thread's first token, in the first stage */
+    const float *scales; /* scales of the thread's first token, in the first stage */
     pipeline_state slot;
     own_tile<S> tile;
-    const float *line;   /* block scales of the tile from the step after the next on, */
-    float scale, second; /* that of this step and of the next */
-    /* Of tiles that leave under others: */
+    const float *line;   /* block scales of the tile, from the step after the next on */
+    float scale, second; /* block scales of this step and of the next */
+    /* State of tiles whose outputs leave under others: */
     output_path<S> out;
-    int rank; /* in a pair of blocks */
+    int rank; /* rank in a pair of blocks */
     band_place band;
     own_tile<S> next;
     tile_terms<S> terms;
-    bool staged; /* the last wave of the tile before is still here, with */
+    bool
+        staged; /* the last wave of the previous tile is not yet written; its place and operands: */
     tile_place place_before;
     tile_terms<S> terms_before;
 };
 
 /* ---- a step ---- */
 
-/* Zero, of which the compiler does not know that it is one number for a warp, from any number: a
- * load from an address with it added stays out of uniform registers, into which numbers from memory
- * come only after a wait. */
+/* Returns zero, computed from any number so that the compiler cannot tell it is uniform. A load
+ * from an address plus this zero avoids uniform registers, which wait for memory at once. */
 static __device__ __forceinline__ int zero_of_thread(int any) {
     return (int)((threadIdx.x & (uint32_t)any) >> 10);
 }
 
-/* wgmma_operand, of which the upper half is constant, from its lower half. */
+/* Rebuilds a wgmma operand from its lower half; the upper half is constant. */
 static __device__ __forceinline__ uint64_t operand_at(uint32_t place) {
     return (uint64_t)(1024 >> 4 | 1u << 30) << 32 | place;
 }
 
-/* Products of 64 rows and all columns, at these places of the step. */
+/* Multiplies 64 rows by all columns of a step; `left` and `right` are the operands' lower halves.
+ */
 template <class S>
 static __device__ __forceinline__ void multiply_rows(uint32_t left, uint32_t right,
                                                      float (&c)[S::T / 2]) {
@@ -236,7 +229,8 @@ static __device__ __forceinline__ void multiply_rows(uint32_t left, uint32_t rig
     wgmma_commit();
 }
 
-/* sum += c, by the scales of the upper and the lower row. FIRST: the sums begin with c. */
+/* Adds c to the sums under the scales of the upper and the lower row. FIRST: the sums begin with c.
+ */
 template <class S, bool FIRST>
 static __device__ __forceinline__ void
 promote_rows(float (&sum)[S::T / 2], const float (&c)[S::T / 2], float upper, float lower) {
@@ -250,7 +244,8 @@ promote_rows(float (&sum)[S::T / 2], const float (&c)[S::T / 2], float upper, fl
     }
 }
 
-/* What is done under a tile's first product. */
+/* Work under a tile's first product: writes the previous tile, loads epilogue operands, finds the
+ * next tile. */
 template <class S>
 static __device__ __forceinline__ void begin_tile(row_worker<S> *o, const float (&last)[S::T / 2]) {
     if (o->staged)
@@ -261,7 +256,7 @@ static __device__ __forceinline__ void begin_tile(row_worker<S> *o, const float 
     find_next<S>(o->a, o->rank, &o->band, &o->next);
 }
 
-/* FIRST, LAST: of the tile. */
+/* Makes one step. FIRST, LAST: the tile's first or last step. */
 template <class S, bool FIRST, bool LAST>
 static __device__ __forceinline__ void make_step(row_worker<S> *o, int step,
                                                  float (&sum)[S::WAVES][S::T / 2]) {
@@ -299,8 +294,8 @@ static __device__ __forceinline__ void make_step(row_worker<S> *o, int step,
     }
 }
 
-/* Sums of a tile or a part of one. Those of its last wave, of a part of all waves, are here then.
- */
+/* Sums the steps of a tile, or of a split of one. Whole tiles leave their last wave's sums to the
+ * caller, splits all waves. */
 template <class S>
 static __device__ __forceinline__ void make_row_tile(row_worker<S> *o,
                                                      float (&sum)[S::WAVES][S::T / 2]) {
@@ -326,7 +321,7 @@ static __device__ __forceinline__ row_worker<S> begin_rows(const gemm_args *a,
     return o;
 }
 
-/* ---- a part of a tile ---- */
+/* ---- a split of a tile ---- */
 
 template <class S>
 static __device__ __forceinline__ void multiply_part(const gemm_args *a, const consumer_pipeline *t,
@@ -339,7 +334,7 @@ static __device__ __forceinline__ void multiply_part(const gemm_args *a, const c
 
 /* ---- tiles one after the other ---- */
 
-/* Makes and writes all tiles of a warpgroup. Its first thread waits for store_boxes_wait() before
+/* Makes and writes all tiles of a warpgroup. The first thread must call store_boxes_wait() before
  * the block ends. */
 template <class S>
 static __device__ __forceinline__ void make_tiles(const gemm_args *a, const consumer_pipeline *t,
@@ -362,33 +357,32 @@ static __device__ __forceinline__ void make_tiles(const gemm_args *a, const cons
         write_wave<S, S::WAVES - 1>(a, &o.out, &o.place_before, &o.terms_before, sum[S::WAVES - 1]);
 }
 
-/* The FP8 GEMM of Hopper for few tokens and one scale that is given: warps that quantize x where it
- * is multiplied, so that nothing but x is waited for. They read x from L2, and put its codes in the
- * stages of the ring whose weights the copy engine brings.
+/* ---- quantization in the kernel, for few tokens under one given scale: two warpgroups read x from
+ * the L2 and put its codes into the stages of the pipeline, so that nothing but x is waited for
  *
- * A unit is 128 columns of four tokens, those of a step; a warp has the same tokens in every step.
- * A lane has 16 columns of one token, eight from 8 * (lane % 8) on and eight that are 64 further,
- * so that eight lanes read lines of 128 bytes. Its tokens are such that codes go to all banks. */
+ * A unit is 128 columns of four tokens; a warp has the same tokens in every step. A lane has 16
+ * columns of one token, eight from 8 * (lane % 8) on and eight 64 further, so that eight lanes read
+ * lines of 128 bytes. Tokens are dealt out such that codes go to all banks. ---- */
 
 using quantization::chunk;
 using quantization::widen;
 
-/* Where a lane's codes go, and what its values are multiplied by. */
+/* Destination of a lane's codes, and the factor of its values. */
 typedef struct {
-    uint32_t codes; /* in the first stage */
+    uint32_t codes; /* address in the first stage */
     stage_barriers barriers;
-    float inverse; /* of the scale */
+    float inverse; /* reciprocal of the scale */
 } sink;
 
-/* A warp's share of x: the rows of a lane's tokens, NULL beyond the last, and the end of its
+/* Share of x of a warp: the rows of a lane's tokens, NULL beyond the last, and the end of its
  * columns. */
 template <class S> struct x_share {
-    static constexpr int UNITS = S::tokens / 32; /* of a step */
+    static constexpr int UNITS = S::tokens / 32; /* units of a step */
     const uint16_t *row[UNITS];
-    int token, end; /* the first; others are 32 further */
+    int token, end; /* the first token, others are 32 further; the end of K */
 };
 
-/* What a warp has on its way from L2. */
+/* Units of x that a warp has under way from the L2. */
 template <class S, int DT> struct units {
     static constexpr int UNITS = S::tokens / 32;
     static constexpr int STEPS = UNITS == 1 ? 8 : 3;
@@ -410,7 +404,7 @@ static __device__ __forceinline__ x_share<S> share_of(const gemm_args *a, const 
     return x;
 }
 
-/* The lane's columns of the units of a step; zeros beyond x. */
+/* Loads the lane's columns of the units of a step; zeros beyond x. */
 template <class S, int DT>
 static __device__ __forceinline__ void load_step(const x_share<S> *x, int step,
                                                  chunk<DT, 16> (&unit)[S::tokens / 32]) {
@@ -431,7 +425,7 @@ static __device__ __forceinline__ void load_step(const x_share<S> *x, int step,
     }
 }
 
-/* Codes of the units of a step, and where they lie in stage `index`. */
+/* Quantizes the units of a step. */
 template <class S, int DT>
 static __device__ __forceinline__ void make_codes(const sink *s,
                                                   const chunk<DT, 16> (&unit)[S::tokens / 32],
@@ -457,8 +451,8 @@ static __device__ __forceinline__ void put_codes(const sink *s, const x_share<S>
     }
 }
 
-/* Quantizes this block's part of x, values of DT, as the ring has room. Some steps are done
- * together: one is a chain of dependent instructions. */
+/* Quantizes this block's part of x, of type DT, as stages become empty. Several steps are done
+ * together, since one is a chain of dependent instructions. */
 template <class S, int DT>
 static __device__ __forceinline__ void quantize_part(const gemm_args *a, const sink *s) {
     work w = start<S>(a);
@@ -502,16 +496,16 @@ static __device__ __forceinline__ void quantize_part(const gemm_args *a, const s
     }
 }
 
-/* Quantizes this block's part of x, of bfloat16 or float16. */
+/* Quantizes this block's part of x, bfloat16 or float16. */
 template <class S> static __device__ __forceinline__ void quantize_x(const gemm_args *a, sink *s) {
-    s->inverse = __frcp_rn(a->x_scale[0]); /* it belongs to the weights: no one is waited for */
+    s->inverse = __frcp_rn(a->x_scale[0]); /* given with the weights: no kernel is waited for */
     if (a->x.dtype == MOQ_DT_BF16)
         quantize_part<S, MOQ_DT_BF16>(a, s);
     else
         quantize_part<S, MOQ_DT_F16>(a, s);
 }
 
-#define BAND_TOKENS 2048 /* tokens that are done together, for the sake of L2 */
+#define BAND_TOKENS 2048 /* tokens done together, so that they stay in the L2 */
 
 template <class S>
 static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_pipeline *t,
@@ -526,9 +520,9 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
         float sum[S::WAVES][S::T / 2] = {};
         tile_terms<S> terms = {};
         fetch_early<S>(a, &tile.at, row, &terms);
-        wait_for_predecessor(); /* at once from the second tile on */
+        wait_for_predecessor(); /* returns at once from the second tile on */
         if (S::split_k && blocks_in_cluster() > 1)
-            cluster_wait(); /* all blocks run */
+            cluster_wait(); /* all blocks of the cluster run */
         fetch_late<S>(a, &tile.at, row, &terms);
         if constexpr (S::tokens_first)
             multiply_part<S>(a, t, &tile, sum);
@@ -548,7 +542,8 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
     }
 }
 
-/* Copies weights and tokens of all steps, and the first weights before the tokens are there. */
+/* Copies weights and tokens of all steps with one thread, the first weights before the tokens are
+ * complete. */
 template <class S>
 static __device__ __forceinline__ void produce_steps(const gemm_args *a, const producer_pipeline *p,
                                                      next_copy ahead) {
@@ -582,7 +577,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
     stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
     cluster_barriers meet = {first + 24 * MAX_STAGES, first + 24 * MAX_STAGES + 8};
     int rank = S::pair ? (int)rank_in_cluster() : 0;
-    int scales = args.scales; /* of tokens, behind the ring */
+    int scales = args.scales; /* token scales, behind the pipeline */
     uint64_t keep = policy_evict_normal(), once = policy_evict_first();
     producer_pipeline p = {
         &weights, &tokens, pipeline, pipeline + scales, barriers, args.weights_once ? once : keep,
@@ -593,7 +588,8 @@ static __global__ void __launch_bounds__(S::threads, 1)
     if (threadIdx.x < CONSUMERS) {
         if (S::uneven)
             more_registers<S::registers>();
-        int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* of uniform registers */
+        int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128,
+                                0); /* shuffled, so that it is in a uniform register */
         uint32_t row = S::by_steps ? 0 : group * 64 * S::WAVES;
         consumer_pipeline t = {barriers, wgmma_operand(pipeline + row * STEP),
                                wgmma_operand(pipeline + S::rows * STEP),
@@ -635,7 +631,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
 
 /* ---- shapes ---- */
 
-/* What a launch needs to know of a shape of tiles (choice/fp8_prefill.h). */
+/* Kernels and sizes of a shape of tiles (choice/fp8_prefill.h). */
 typedef struct {
     int threads, stage;
     const void *kernel[2]; /* one scale a token or less; by groups */
@@ -644,7 +640,7 @@ typedef struct {
 template <moq_orientation FIRST, int T, int WAVES, moq_sharing SHARE, bool FUSED>
 static variant variant_of(void) {
     typedef tile<FIRST, T, WAVES, SHARE, false, FUSED> plain;
-    typedef tile<FIRST, T, WAVES, SHARE, !FUSED, FUSED> groups; /* FUSED: unused */
+    typedef tile<FIRST, T, WAVES, SHARE, !FUSED, FUSED> groups; /* unused where FUSED */
     static_assert(plain::rows == MOQ_FP8_PREFILL_ROWS(WAVES, SHARE), "as the choice counts them");
     return {plain::threads,
             plain::stage,
@@ -660,8 +656,8 @@ typedef moq_fp8_prefill_shape shape;
 
 /* ---- launch ---- */
 
-/* What a call works in, as offsets; codes are first. Both codes and scales are for `tokens` tokens,
- * enough to fill the last tile: what is beyond m is never looked at. */
+/* Workspace layout of a call: offsets, codes first. Codes and scales have `tokens` rows, enough to
+ * fill the last tile; rows beyond m are never read. */
 typedef struct {
     int64_t tokens, scales, quantize, bytes;
 } workspace_layout;
@@ -736,9 +732,9 @@ static gemm_args args_of(const moq_linear_call *call, const moq_fp8_prefill_conf
     return a;
 }
 
-/* Shared memory of a block: as many stages as fit, the tokens' scales, where outputs turn around
- * and where sums come to. Sums of many tokens come to where the ring was, and outputs of parts turn
- * around there, behind those. */
+/* Lays out a block's shared memory: as many stages as fit, token scales, staged outputs, and sums
+ * of other blocks. For many tokens these sums, and the outputs of splits behind them, take the
+ * place of the pipeline. */
 static size_t smem_layout(gemm_args *a, const moq_fp8_prefill_config *config, bool groups,
                           int limit) {
     const shape *s = config->shape;
@@ -773,14 +769,14 @@ static size_t smem_layout(gemm_args *a, const moq_fp8_prefill_config *config, bo
     a->room = rest ? a->stages * stage : 0;
     MOQ_ASSERT(a->stages >= (s->share == MOQ_SPLIT_K_WARPGROUPS ? 4 : 2) && a->flight > 0);
     MOQ_ASSERT(a->room % 16 == 0 && a->turn % 16 == 0 && a->turn_step % 16 == 0);
-    MOQ_ASSERT(rest || a->turn <= a->stages * stage); /* sums come to where the ring was */
+    MOQ_ASSERT(rest || a->turn <= a->stages * stage); /* sums take the place of the pipeline */
     MOQ_ASSERT(a->stages * stage + rest + outputs <= limit);
     return (size_t)(a->stages * stage + rest + outputs);
 }
 
-/* Tokens of a tile that are copied. Of codes that the caller has none beyond its last: the copy
- * engine takes 3 us to fill a tile of few with zeros (docs/lab/fp8-prefill.md), and what is there
- * of them instead is never looked at. */
+/* Returns the tokens of a tile that are copied. Codes given by the caller end with the last token:
+ * filling the rest of a small tile with zeros would take the copy engine 3 us
+ * (docs/lab/fp8-prefill.md), and it is never read. */
 static uint32_t token_rows(const moq_linear_call *call, const moq_fp8_prefill_config *config) {
     const shape *s = config->shape;
     bool part = call->spec->quantized_input && config->columns == 1 && s->share != MOQ_SHARE_TOKENS;
@@ -803,8 +799,8 @@ static moq_status multiply_codes(const moq_linear_call *call, const moq_fp8_pref
     a.token_bytes = (int)token_rows(call, config) * STEP;
     MOQ_TRY(moq_tensor_map_rows(&weights, call->weight, a.n, a.k, a.k, weight_box, err));
     if (s->fused)
-        tokens = weights;                 /* it is not looked at */
-    else if (call->spec->quantized_input) /* what is beyond its rows arrives as zeros */
+        tokens = weights;                 /* never read */
+    else if (call->spec->quantized_input) /* rows beyond the last arrive as zeros */
         MOQ_TRY(moq_tensor_map_rows(&tokens, call->x->data, call->m, a.k, call->x->stride[0],
                                     token_box, err));
     else
@@ -815,7 +811,7 @@ static moq_status multiply_codes(const moq_linear_call *call, const moq_fp8_pref
         MOQ_TRY(moq_tensor_map_rows(&outputs, call->y->data, call->m, 2 * a.n,
                                     2 * call->y->stride[0], 64, err));
     else
-        outputs = weights; /* it is not looked at */
+        outputs = weights; /* never read */
     moq_launch launch = {.what = "FP8 linear",
                          .kernel = v->kernel[groups],
                          .grid = moq_fp8_prefill_has_split_k(s)

@@ -1,10 +1,14 @@
-/* Tiles of the FP8 linear for many tokens on Hopper (fp8_prefill.cu), and copies of their
- * operands.
+/* Mainloop of the FP8 prefill kernels on Hopper, of linears (fp8_prefill.cu) and experts: the shape
+ * of a tile, copies of its operands, and products added to float32 sums.
  *
- * A tile is some rows of W by some tokens; a step is 128 columns of both, in the 128-byte swizzle.
- * One of the two operands gives the 64 rows of wgmma, the other its columns: W the rows where there
- * are few tokens, so that a tile may have few of them; tokens the rows where there are many, so
- * that a row has one scale a step. */
+ * A tile is some rows of W by some tokens, a step 128 columns of both in the 128-byte swizzle. One
+ * operand gives the 64 rows of wgmma, the other its columns. W gives the rows when there are few
+ * tokens, so that a tile may be narrow; tokens give the rows when there are many, so that a row has
+ * one scale a step.
+ *
+ * A warpgroup multiplies 64 rows by all columns of a step, then adds the product to float32 sums
+ * under the scales of blocks and groups: FP8 wgmma keeps about 14 bits of its own sums. Tensor
+ * cores bound it with many tokens, copies with few. */
 #ifndef MOQ_CUDA_LINEAR_SM90_FP8_PREFILL_MAINLOOP_H
 #define MOQ_CUDA_LINEAR_SM90_FP8_PREFILL_MAINLOOP_H
 
@@ -21,30 +25,30 @@ namespace moq::fp8_prefill {
 using namespace gemm;
 
 #define CONSUMERS  256 /* threads of the two warpgroups that multiply */
-#define QUANTIZERS 256 /* threads that quantize x, where that is done here */
+#define QUANTIZERS 256 /* threads that quantize x in fused tiles */
 #define STEP       128
 
 typedef struct {
     int m, n, k;
-    int steps;     /* of 128 columns */
-    int row_tiles; /* along W, of a block or pair of blocks */
+    int steps;     /* steps of 128 columns */
+    int row_tiles; /* tiles along W, of a block or pair of blocks */
     int columns;   /* tiles along the tokens, of a block or pair of blocks */
-    int band;      /* columns that are done together, for the sake of L2 */
+    int band;      /* columns done together, so that tokens stay in the L2 */
     int stages;
-    int token_bytes; /* of a step, which may be fewer than of a tile */
-    int flight;      /* of them whose weights are on their way at once, to begin with */
-    int split_steps; /* of a block, where K is divided, */
-    int more_splits; /* and how many blocks have one more */
-    int room,
-        side;   /* where sums of other blocks come to, in shared memory, and float4 of each half */
-    int scales; /* where those of tokens are, in shared memory */
-    int turn, turn_step; /* where outputs turn around, and from a warpgroup's to the next one's */
+    int token_bytes; /* bytes of a step's tokens; fewer than the tile's where copying all costs time
+                      */
+    int flight;      /* stages whose weights are under way at once at the start */
+    int split_steps; /* split-K: steps of a block */
+    int more_splits; /* split-K: blocks with one step more */
+    int room, side;  /* offset of sums of other blocks in shared memory, and float4 of each half */
+    int scales;      /* offset of the token scales in shared memory */
+    int turn, turn_step; /* offset of staged outputs, and from a warpgroup's to the next one's */
     bool weights_once;   /* weights are read once */
-    bool boxed;          /* the copy engine can write y */
-    bool per_token;      /* scale of x */
-    moq_rows x;          /* where it is quantized here */
+    bool boxed;          /* y can be written by bulk tensor stores */
+    bool per_token;      /* x has a scale for each token */
+    moq_rows x;          /* activations, for fused tiles */
     moq_output out;
-    const float *x_scale;      /* one, [M], or by groups [steps][x_scale_stride] */
+    const float *x_scale;      /* one scale, [M], or by groups [steps][x_scale_stride] */
     int64_t x_scale_stride;    /* a multiple of 4 */
     const float *output_scale; /* [N] */
     const float *block_scale;  /* [block rows, steps] */
@@ -53,8 +57,8 @@ typedef struct {
 
 struct operand_copies;
 
-/* A block's tile: 128 * WAVES rows of the first operand (half of that for MOQ_SPLIT_K_WARPGROUPS)
- * by T of the other. FUSED: x is quantized here. */
+/* Tile of a block: 128 * WAVES rows of the first operand (half of that for MOQ_SPLIT_K_WARPGROUPS)
+ * by T of the other. FUSED: x is quantized in the kernel. */
 template <moq_orientation FIRST, int T_, int WAVES_, moq_sharing SHARE, bool GROUPS, bool FUSED>
 struct tile {
     typedef gemm_args args;
@@ -67,38 +71,38 @@ struct tile {
     static constexpr bool share_tokens = SHARE == MOQ_SHARE_TOKENS;
     static constexpr bool pair = share_weights || share_tokens;
     static constexpr bool by_steps =
-        SHARE == MOQ_SPLIT_K_WARPGROUPS; /* warpgroups; otherwise by rows */
+        SHARE == MOQ_SPLIT_K_WARPGROUPS; /* warpgroups split K, not rows */
     static constexpr bool split_k = SHARE == MOQ_SPLIT_K || by_steps;
     static constexpr int row_groups = by_steps ? 1 : 2, k_groups = 2 / row_groups;
     static constexpr int rows = row_groups * 64 * WAVES;
-    /* Outputs leave by the copy engine, under the products of the next tile. */
+    /* Outputs leave by bulk tensor stores, under the products of the next tile. */
     static constexpr bool boxes = tokens_first && !split_k;
-    /* Copies of weights before the rest of a block is ready, 16 KB: x waits behind more of them
+    /* Copies of weights before the block's other barriers are ready, 16 KB: more would delay x
      * (docs/lab/fp8-prefill.md). Pairs have to wait for each other. */
     static constexpr int first_copies = pair ? 0 : row_groups * WAVES > 1 ? 1 : 2;
-    /* Which factors outputs have. */
+    /* Scales that outputs have. */
     static constexpr bool row_factors = !GROUPS, token_factors = !GROUPS;
     static constexpr float unit = 1.0f;
     static constexpr int weight_rows = tokens_first ? T : rows, tokens = tokens_first ? rows : T;
     static constexpr int weight_at = tokens_first ? rows * STEP : 0;
     static constexpr int token_at = tokens_first ? 0 : rows * STEP;
     static constexpr int stage = (rows + T) * STEP;
-    static constexpr int stride = by_steps ? 2 : 1; /* steps from one of a warpgroup to its next */
-    /* Two products may be under way where registers allow. */
+    static constexpr int stride = by_steps ? 2 : 1; /* from a step of a warpgroup to its next */
+    /* Two products are under way at once where registers allow. */
     static constexpr bool two_sets = !tokens_first && WAVES * T <= 128;
     static constexpr bool wide = WAVES * T >= 128; /* more than 168 registers */
-    /* Registers of those who multiply, quantize and copy; 0 where all have the same. */
+    /* Registers of consumers, quantizers and producers, where they differ. */
     static constexpr bool uneven = wide || (FUSED && T == 64);
     static constexpr int registers = wide ? 232 : 136, copier_registers = wide ? 40 : 24;
     static constexpr int quantizer_registers = 88;
-    /* Threads from `copier` on copy. */
+    /* First producer thread. */
     static constexpr int copier = CONSUMERS + (fused ? QUANTIZERS : 0);
-    /* A step's weights are counted at the barrier of its tokens, and one thread copies both: a
-     * second wait lies between two products, and takes 12 cycles. */
+    /* One thread copies weights and tokens and counts both at the tokens' barrier: a second wait
+     * between two products takes 12 cycles. */
     static constexpr bool together = boxes && WAVES > 1;
     static constexpr int token_arrivals = fused ? QUANTIZERS / 32 : together ? 2 : 1;
     static constexpr int threads = copier + (uneven ? 128 : 64);
-    /* Sums of other blocks have room beside the ring, rather than where it was. */
+    /* Sums of other blocks have room beside the pipeline, rather than in its place. */
     static constexpr bool own_room = split_k && T < 128;
 };
 
@@ -141,15 +145,13 @@ struct operand_copies {
     }
 };
 
-/* Products of the FP8 linear for many tokens on Hopper (fp8_prefill.cu): a warpgroup
- * multiplies 64 rows by all columns of a step at a time and adds that to float32 sums, since FP8
- * wgmma keeps about 14 bits of its own. Scales of blocks and groups are applied there. */
+/* ---- products ---- */
 
-/* What a warpgroup takes steps from. */
+/* Stages as a consumer warpgroup reads them. */
 typedef struct {
     stage_barriers barriers;
     uint64_t left, right; /* operands in the first stage: its own rows, all columns */
-    const float *scales;  /* of tokens, in the first stage */
+    const float *scales;  /* token scales, in the first stage */
     int stages;
 } consumer_pipeline;
 
@@ -177,7 +179,7 @@ static __device__ __forceinline__ void release(const consumer_pipeline *t,
     warp_releases<S::pair>(t->barriers.empty + 8u * slot->index);
 }
 
-/* To the next step of this warpgroup. */
+/* Moves on to the next step of this warpgroup. */
 template <class S>
 static __device__ __forceinline__ void advance_own(pipeline_state *slot, int stages) {
     slot->index += S::stride;
@@ -187,15 +189,15 @@ static __device__ __forceinline__ void advance_own(pipeline_state *slot, int sta
     }
 }
 
-/* Scales of blocks of W by step, a row of them for each wave of rows, or one for all: a lane holds
- * one step in 32 of them, so that a step waits for none. Where tokens are the rows, the scales of
- * the first two steps alone are held. */
+/* Block scales of W by step, a row of them for each wave of rows, or one for all. A lane holds one
+ * step in 32, so that no step waits for a load. If tokens are the rows, only the first two steps
+ * are held. */
 template <class S> struct block_scales {
     static constexpr int ROWS = S::tokens_first ? 1 : S::WAVES;
     const float *row[ROWS];
     float held[ROWS];
     float second;
-    int first, steps; /* the step that lane 0 holds, and how many there are */
+    int first, steps; /* the step that lane 0 holds, and the number of steps */
 };
 
 template <class S>
@@ -218,7 +220,7 @@ static __device__ __forceinline__ float weight_scale(block_scales<S> *block, int
     return __shfl_sync(0xffffffffu, block->held[wave % block->ROWS], step - block->first);
 }
 
-/* The block scales of the rows of a warpgroup, held from step `first` on. */
+/* Returns the block scales of a warpgroup's rows, held from step `first` on. */
 template <class S>
 static __device__ __forceinline__ block_scales<S>
 find_blocks(const gemm_args *a, const tile_place *at, int group, int first) {
@@ -235,7 +237,7 @@ find_blocks(const gemm_args *a, const tile_place *at, int group, int first) {
     return block;
 }
 
-/* A tile of a warpgroup: which, where, and its block scales. */
+/* Tile of a warpgroup: its schedule, its place, and its block scales. */
 template <class S> struct own_tile {
     work w;
     tile_place at;
@@ -251,7 +253,8 @@ static __device__ __forceinline__ void find_tile(const gemm_args *a, int group, 
     tile->block = find_blocks<S>(a, &tile->at, group, tile->w.first);
 }
 
-/* sum += c, where x are the scales of the tokens in shared memory and w that of the rows of W. */
+/* Adds c to the sums: x points to the scales of the tokens in shared memory, w is the scale of the
+ * rows of W. */
 template <class S>
 static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], const float (&c)[S::T / 2],
                                                const float *x, float w) {
@@ -273,17 +276,17 @@ static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], const flo
     }
 }
 
-/* ---- two sets of registers: while one is added to the sums, the other is under way ---- */
+/* ---- two sets of accumulators: one is added to the sums while the other is under way ---- */
 
-/* A product under way, of half H of the registers: the next one is issued to the other half, then
- * this one is added to the sums. */
+/* Issues the next product to the other set, then adds the one under way to the sums. H is the half
+ * of the registers that holds it. */
 template <class S, int H>
 static __device__ __forceinline__ void
 continue_products(const consumer_pipeline *t, block_scales<S> *block, int step,
                   pipeline_state *slot, pipeline_state *next, float (&c)[S::T / 2],
                   float (&other)[S::T / 2], float (&sum)[S::WAVES][S::T / 2]) {
     const int wave = S::WAVES == 1 ? 0 : H;
-    const bool last = S::WAVES == 1 || H == 1; /* of the step */
+    const bool last = S::WAVES == 1 || H == 1; /* the step's last product */
     float w = weight_scale<S>(block, wave, step);
     if (last) {
         advance_own<S>(next, t->stages);
@@ -338,7 +341,7 @@ multiply_in_two_sets(const consumer_pipeline *t, block_scales<S> *block, int fir
     }
 }
 
-/* ---- one set: the other warpgroup has the tensor cores meanwhile ---- */
+/* ---- one set of accumulators: the other warpgroup has the tensor cores meanwhile ---- */
 
 template <class S>
 static __device__ __forceinline__ void
@@ -361,17 +364,17 @@ multiply_in_one_set(const consumer_pipeline *t, block_scales<S> *block, int firs
             promote<S>(sum[wave], c, scales, w[wave]);
         }
         if (S::groups)
-            release<S>(t, slot); /* the scales were needed until now */
+            release<S>(t, slot); /* scales were needed until now */
     }
 }
 
-/* Sums of the steps of a tile from `first` to `end`, or every other of them for `group`, where W
- * gives the rows. */
+/* Sums the products of steps [first, end), or of every other one for `group`, where W gives the
+ * rows. */
 template <class S>
 static __device__ __forceinline__ void multiply(const consumer_pipeline *t, block_scales<S> *block,
                                                 int first, int end, int group, pipeline_state *slot,
                                                 float (&sum)[S::WAVES][S::T / 2]) {
-    if (S::by_steps) { /* the ring has an even number of stages, so that each has one owner */
+    if (S::by_steps) { /* an even number of stages gives each stage one owner */
         slot->index = group;
         first += group;
     }

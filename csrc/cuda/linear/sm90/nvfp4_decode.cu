@@ -1,42 +1,40 @@
-/* NVFP4 linear for a few tokens on Hopper: y[m, n] = round(wx[n] * sum_k X[m, k] W[n, k] +
+/* NVFP4 linear for up to 16 tokens on Hopper: y[m, n] = round(wx[n] * sum_k X[m, k] W[n, k] +
  * bias[n]).
  *
- * W is in the packed layout (core/nvfp4_packed.h), X bfloat16 or float16 of at most 16 tokens;
- * products are exact, sums float32. W is read once, 0.5625 bytes a weight, and what makes operands
- * of the codes takes nearly as long: 73 instructions of a warp for the 1024 weights of a unit, 14
- * to 15 ns of a multiprocessor where the memory brings one in 17. So whatever else a warp does
- * counts:
+ * W is in the packed layout (core/nvfp4_packed.h), X bfloat16 or float16; products are exact, sums
+ * float32. Reading W once, 0.5625 bytes a weight, bounds it, and decoding takes nearly as long: 73
+ * instructions of a warp for the 1024 weights of a unit are 14 to 15 ns of a multiprocessor, where
+ * the memory brings a unit in 17. Every other instruction of a warp counts.
  *
- * - K is split over the warps of a block, and over the two blocks of a cluster where that is
- *   better; rows over clusters, slab by slab, as evenly as can be. Where K is short, groups of
- * warps take different rows.
- * - A warp takes its slabs in rounds of up to 8, with code of its own for every number of them, so
- *   that no slab is multiplied that is not there.
- * - A warp has a ring of stages of its own, which it fills itself: a stage is up to 8 units of W,
- *   some slabs by some blocks of K, a lane for the bulk copy of each slab. It waits for nothing but
- *   its stages.
- * - x is kept beside the rings, one bulk copy a token and warp, where there are several rounds or
- *   many stages and room for it, or comes with the stages: what a warp does for it at each counts.
- *   Stages that are filled again get x of more than four tokens in boxes. Two blocks of other rows
- *   may read x together (multicast).
- * - W is constant, so rings are filled before the preceding kernel has ended (dependent launch); x
- *   follows when it has. What can be told of it before is found before, and so are the places of
- *   sums and outputs: everybody waits for what comes after. Eight warps take half of a
- *   multiprocessor where that is enough for their rings, so that the blocks of the next call are
- *   there when this one ends, or two of this one; sixteen, which are better at long calls, take all
- *   of it, or half with two slabs at a time and without a warp that adds up.
- * - A lane owns whole groups: lane (g, t) reads the words of group t of rows g and g + 8, 4 weights
- *   of each row for a step of 16 columns, so that a block scale is decoded once for its 16 weights.
- *   The columns of x are taken in that order: two loads of 16 bytes for 64 columns of a token.
- * - A warp of its own adds up the sums of a round while the others multiply the next; those of the
- *   last are added by all. Sums of warps, then of blocks, are added in one order, whatever the
- *   timing. How K is split depends on the number of tokens, so the bits of a row may, too.
+ * - Split-K: warps of a block split K, and so do the two blocks of a cluster where that is faster.
+ *   Slabs of rows are dealt out to clusters as evenly as can be. With short K, groups of warps have
+ *   rows of their own.
+ * - A warp makes its slabs in rounds of up to 8, with code of its own for every number of slabs, so
+ *   that none is multiplied in vain.
+ * - A warp has a pipeline of its own, which it fills itself and waits for alone. A stage is up to 8
+ *   units of W, some slabs by some blocks of K; each slab's bulk copy is issued by a lane of its
+ *   own.
+ * - x lies beside the pipelines, one bulk copy a token and warp, if there are several rounds or
+ *   many stages and there is room; otherwise it comes with the stages. Stages that are refilled get
+ *   x of more than four tokens in boxes. Two blocks with different rows may share the copies of x
+ *   (multicast).
+ * - W is constant, so pipelines fill before the preceding kernel has ended (PDL), and x follows.
+ *   Addresses of sums and outputs are computed before that wait, since later work is on the
+ *   critical path. Eight warps take half a multiprocessor where that is enough for their pipelines,
+ *   so that the next call's blocks are resident when this one's end, or two blocks of this call.
+ *   Sixteen warps are better at long calls and take all of it, or half with two slabs at a time and
+ *   no adding warp.
+ * - Lane (g, t) reads the words of group t of rows g and g + 8, 4 weights of each row for a step of
+ *   16 columns, so that a block scale is decoded once for its 16 weights. Columns of x are read in
+ *   that order: two loads of 16 bytes for 64 columns of a token.
+ * - A warp of its own adds the sums of a round while the others multiply the next; all warps add
+ *   those of the last round. Sums of warps, then of blocks, are added in a fixed order. How K is
+ *   split depends on the number of tokens, so the bits of a row may, too.
  *
- * The FP8 kernel for a few tokens (fp8_decode.cu) has the same parts, but weights that need no
- * decoder: its warps share stages, a producer fills them, and x is quantized ahead of the
- * products.
+ * The FP8 decode kernel (fp8_decode.cu) is built alike, but its weights need no decoder: warps
+ * share stages, a producer fills them, and x is quantized before the mainloop.
  *
- * Measured (H200, in a graph): see docs/lab/nvfp4-decode.md. */
+ * Measurements (H200, in a graph): docs/lab/nvfp4-decode.md. */
 #include "core/nvfp4_packed.h"
 #include "cuda/choice/nvfp4_decode.h"
 #include "cuda/device/load.h"
@@ -51,27 +49,24 @@
 
 namespace moq::nvfp4_decode {
 
-/* Parts of the NVFP4 linear for a few tokens on Hopper (nvfp4_decode.cu, whose head says what
- * is computed and what bounds it): how work is shared out, the rings of the warps, and products. */
-
 #define STAGES      MOQ_NVFP4_DECODE_STAGES
 #define STAGE_UNITS MOQ_NVFP4_DECODE_STAGE_UNITS
 #define WEIGHTS     (STAGE_UNITS * MOQ_PACK_BYTES)
 #define MAX_RANKS   2
-#define MAX_SPLITS  16 /* warps of a block that share K */
-#define MAX_GROUPS  4  /* of warps of a block that have other rows */
+#define MAX_SPLITS  16 /* warps of a block that split K */
+#define MAX_GROUPS  4  /* groups of a block's warps that have rows of their own */
 #define X_BLOCK     MOQ_NVFP4_DECODE_X_BLOCK
 
-/* What is known when the kernel is compiled: the warps of a block that multiply, slabs of W that a
- * warp multiplies with what it has read of x, tiles of 8 tokens, and the type of x. Eight warps, or
- * sixteen without one that adds up, leave room for another block. */
+/* Compile-time shape: warps that multiply, slabs of W that a warp multiplies by one load of x,
+ * tiles of 8 tokens, and the type of x. Eight warps, or sixteen without an adding one, leave room
+ * for a second block. */
 template <int WARPS, int SLABS, int TILES, moq_nvfp4_type TYPE> struct shape {
     static constexpr int warps = WARPS, max_stages = STAGES / WARPS;
     static constexpr bool adder = MOQ_NVFP4_DECODE_ADDS(WARPS, SLABS);
     static constexpr int threads = 32 * WARPS + 32 * adder, at_once = WARPS == 8 || !adder ? 2 : 1;
     static constexpr int slabs = SLABS, tiles = TILES, blocks = STAGE_UNITS / SLABS;
     static constexpr int rows = SLABS * MOQ_PACK_ROWS, rank_rows = rows / MAX_RANKS;
-    static constexpr int row_pitch = rows + 4; /* parked, no conflicts */
+    static constexpr int row_pitch = rows + 4; /* staged without bank conflicts */
     static constexpr moq_nvfp4_type type = TYPE;
 };
 
@@ -88,14 +83,14 @@ static_assert(offsetof(decode_args, weight) == sizeof(moq_nvfp4_decode_share),
 /* Barriers of a block. */
 typedef struct {
     uint64_t stage[STAGES];
-    uint64_t kept[MAX_SPLITS];                           /* x is here */
-    uint64_t staged[MAX_GROUPS][2], free[MAX_GROUPS][2]; /* sums are, or may come */
-    uint64_t posted[2];                                  /* boxes are full */
+    uint64_t kept[MAX_SPLITS];                           /* x has arrived */
+    uint64_t staged[MAX_GROUPS][2], free[MAX_GROUPS][2]; /* sums are staged; their room is free */
+    uint64_t posted[2]; /* boxes of sums from other blocks are full */
 } barriers;
 
-/* ---- who does what ---- */
+/* ---- partition of the work ---- */
 
-/* The place of a block among the blocks that share K. */
+/* Returns the rank of a block among those that split K. */
 static __device__ __forceinline__ int rank_of(const decode_args *a) {
     return (int)blockIdx.x & ((1 << a->log_ranks) - 1);
 }
@@ -104,11 +99,11 @@ static __host__ __device__ __forceinline__ bool in_cluster(const decode_args *a)
     return a->log_ranks || a->share;
 }
 
-/* The part of K and the slabs that a warp has. Slabs are done in rounds, as many in each as in any
- * other, or one more in the first. */
+/* Share of a warp: a split of K, and slabs made in rounds of equal size, or one slab more in the
+ * first rounds. */
 typedef struct {
     int begin, count;       /* blocks of K */
-    int slab;               /* the first */
+    int slab;               /* first slab */
     int rounds, take, more; /* slabs of a round, and how many rounds have one more */
 } share;
 
@@ -137,16 +132,16 @@ static __device__ __forceinline__ int first_of(const share *s, int round) {
     return s->slab + round * s->take + min(round, s->more);
 }
 
-/* ---- the ring of a warp ---- */
+/* ---- the pipeline of a warp ---- */
 
 typedef struct {
-    uint32_t stages, full; /* weights and barriers */
-    uint32_t x;            /* of stages, or of all columns */
+    uint32_t stages, full; /* addresses of weights and barriers */
+    uint32_t x;            /* x of the stages, or of all columns */
     uint64_t policy;
     int lane;
 } pipeline;
 
-/* What a stage is filled with next: `from` is of the lane's slab. */
+/* Cursor of a warp's copies; `from` points into the lane's slab. */
 typedef struct {
     int round, done; /* blocks of K before it */
     const uint8_t *from;
@@ -172,7 +167,8 @@ static __device__ __forceinline__ bool is_meant(const share *s, const next_stage
     return c->round < s->rounds && s->count > 0;
 }
 
-/* A lane for each slab: one lane for all takes longer than their products. */
+/* Copies the weights of a stage with a lane for each slab: one lane for all takes longer than their
+ * products. */
 template <class S>
 static __device__ __forceinline__ void fetch_weights(const decode_args *a, const share *s,
                                                      const pipeline *r, const next_stage *c,
@@ -187,20 +183,20 @@ static __device__ __forceinline__ void fetch_weights(const decode_args *a, const
                         r->policy);
 }
 
-/* Pieces of 16 bytes of a row of x in a stage are xored with this, so that lanes that read the same
- * piece of 8 rows meet no bank twice. It is what the 128-byte swizzle makes of boxes. */
+/* Returns what the 16-byte pieces of a row of x in a stage are xored with, so that lanes reading
+ * the same piece of 8 rows hit different banks. The 128-byte swizzle of boxes does the same. */
 static __device__ __forceinline__ uint32_t turn_of(const pipeline *r, int row) {
     return (r->x / X_BLOCK + (uint32_t)row) & 7;
 }
 
-/* What a lane copies of x in a stage, as far as it can be told before x may be read: a piece of
- * 16 bytes of some blocks of K, of every fourth token from one on. */
+/* Copy of x by a lane, as far as it is known before x may be read: a 16-byte piece of some blocks
+ * of K, of every fourth token. */
 typedef struct {
-    const uint8_t *from; /* in the warp's first block of K */
-    uint32_t to;         /* in a stage */
-    int tokens;          /* every fourth */
-    int block, step;     /* the first, and from block to block */
-    int blocks;          /* of the warp that have such columns */
+    const uint8_t *from; /* address in the warp's first block of K */
+    uint32_t to;         /* address in the first stage */
+    int tokens;          /* number of tokens */
+    int block, step;     /* the first block, and from block to block */
+    int blocks;          /* blocks of the warp that have these columns */
 } piece_of_x;
 
 static __device__ __forceinline__ piece_of_x piece_of(const decode_args *a, const share *s,
@@ -224,7 +220,7 @@ static __device__ __forceinline__ piece_of_x piece_of(const decode_args *a, cons
     return p;
 }
 
-/* Columns of x from block `done` of the warp on, 16 bytes a lane; zeros beyond K. */
+/* Copies columns of x from the warp's block `done` on, 16 bytes a lane; zeros beyond K. */
 static __device__ __forceinline__ void fetch_tokens(const decode_args *a, const piece_of_x *p,
                                                     int done, int blocks, uint32_t stage,
                                                     uint32_t bar) {
@@ -238,14 +234,14 @@ static __device__ __forceinline__ void fetch_tokens(const decode_args *a, const 
         for (int i = 0; i < p->tokens; i++) {
             copy_async_16(to, from, bytes);
             from += four;
-            to = (to ^ 64) + 4 * X_BLOCK; /* as turn_of has it */
+            to = (to ^ 64) + 4 * X_BLOCK; /* follows turn_of */
         }
     }
     copy_async_arrive(bar);
 }
 
-/* Columns of x in boxes of all tokens by 64 columns, which come later than fetch_tokens has them
- * but take a warp less time. */
+/* Copies columns of x in boxes of all tokens by 64 columns. They arrive later than those of
+ * fetch_tokens, but take a warp less time. */
 template <class S>
 static __device__ __forceinline__ void fetch_boxes(const pipeline *r, const CUtensorMap *tokens,
                                                    int first, int blocks, uint32_t to,
@@ -263,12 +259,12 @@ static __device__ __forceinline__ void fetch_boxes(const pipeline *r, const CUte
                         policy_evict_normal());
 }
 
-/* Bytes of a token that a warp has of columns that there are. */
+/* Returns the bytes of a token in the warp's columns, up to the end of K. */
 static __device__ __forceinline__ int bytes_of(const decode_args *a, const share *s) {
     return max(0, min(s->count * X_BLOCK, 2 * (a->k - s->begin * MOQ_PACK_K)));
 }
 
-/* Zeros for columns of the last block that are beyond K. */
+/* Clears columns of the last block that are beyond K. */
 static __device__ __forceinline__ void clear_rest(const decode_args *a, const share *s,
                                                   const pipeline *r) {
     int bytes = bytes_of(a, s);
@@ -277,8 +273,8 @@ static __device__ __forceinline__ void clear_rest(const decode_args *a, const sh
             store_shared(r->x + i / 8 * a->x_pitch + bytes + i % 8 * 16, make_uint4(0, 0, 0, 0));
 }
 
-/* All columns of x that a warp has, a lane for each token; of blocks that read x together, each
- * reads every other token for both. */
+/* Copy of all of the warp's columns of x, a lane for each token. Of two blocks that share x, each
+ * copies every other token to both. */
 typedef struct {
     const uint8_t *from;
     uint32_t to;
@@ -312,7 +308,7 @@ static __device__ __forceinline__ void fetch_all(const decode_args *a, const tok
         copy_bytes(t->to, t->from, t->bytes, bar);
 }
 
-/* The tokens' part of fresh stages. */
+/* Copies the tokens of fresh stages. */
 static __device__ __forceinline__ void fetch_fresh(const decode_args *a, const piece_of_x *p,
                                                    const share *s, const pipeline *r, int stages) {
     uint32_t stage = 0, bar = r->full;
@@ -328,7 +324,7 @@ static __device__ __forceinline__ void fetch_fresh(const decode_args *a, const p
     }
 }
 
-/* The tokens' part of a stage that is filled again. */
+/* Copies the tokens of a stage that is refilled. */
 template <class S>
 static __device__ __forceinline__ void
 fetch_columns(const decode_args *a, const CUtensorMap *tokens, const share *s, const pipeline *r,
@@ -343,7 +339,7 @@ fetch_columns(const decode_args *a, const CUtensorMap *tokens, const share *s, c
 
 /* ---- products ---- */
 
-/* Where a lane reads a stage: its words of 4 vectors, its scales, and pieces of x. */
+/* Addresses that a lane reads in a stage: its words of 4 vectors, its scales, and pieces of x. */
 template <class S> struct lane_places {
     uint32_t word[4], scale, x[S::tiles][2];
 };
@@ -359,7 +355,7 @@ static __device__ __forceinline__ lane_places<S> places_of(const decode_args *a,
     p.scale = r->stages + (uint32_t)moq_pack_scale_at(g, t);
 #pragma unroll
     for (int i = 0; i < S::tiles; i++) {
-        int row = min(8 * i + g, a->m - 1); /* tokens that are not there: any that is */
+        int row = min(8 * i + g, a->m - 1); /* tokens beyond the last repeat it */
         uint32_t piece = a->x_stays ? row * a->x_pitch + 32 * t
                                     : row * X_BLOCK + ((2 * t ^ turn_of(r, row)) << 4);
         p.x[i][0] = r->x + piece;
@@ -370,7 +366,7 @@ static __device__ __forceinline__ lane_places<S> places_of(const decode_args *a,
 
 template <class S> using sums = float[S::slabs][S::tiles][4];
 
-/* COUNT slabs by the blocks of a stage. */
+/* Multiplies COUNT slabs by the blocks of a stage. */
 template <class S, int COUNT>
 static __device__ __forceinline__ void multiply_stage(const decode_args *a, lane_places<S> p,
                                                       int stage, int done, int blocks,
@@ -408,7 +404,7 @@ static __device__ __forceinline__ void multiply_stage(const decode_args *a, lane
     }
 }
 
-/* multiply_stage with code of its own for every number of slabs. */
+/* Calls multiply_stage with code of its own for every number of slabs. */
 template <class S, int COUNT>
 static __device__ __forceinline__ void multiply_slabs(const decode_args *a, const lane_places<S> &p,
                                                       int stage, int done, int blocks, int slabs,
@@ -424,7 +420,7 @@ static __device__ __forceinline__ void multiply_slabs(const decode_args *a, cons
 
 static_assert(sizeof(barriers) <= MOQ_NVFP4_DECODE_DECLARED, "more is declared");
 
-/* ---- sums and outputs ---- */
+/* ---- epilogue ---- */
 
 static __device__ __forceinline__ float2 load_sums(uint32_t from) {
     uint2 v = load_shared_pair(from);
@@ -435,8 +431,7 @@ static __device__ __forceinline__ void store_sums(uint32_t to, float x, float y)
     store_shared_pair(to, make_uint2(__float_as_uint(x), __float_as_uint(y)));
 }
 
-/* Leaves a warp's sums where they are brought together: [pair of tokens][row_pitch], `parked` the
- * lane's first. */
+/* Stages a warp's sums as [pair of tokens][row_pitch]; `staged` is the lane's first address. */
 template <class S>
 static __device__ __forceinline__ void stage_sums(uint32_t staged, int pairs, int lane,
                                                   const sums<S> &sum) {
@@ -454,7 +449,7 @@ static __device__ __forceinline__ void stage_sums(uint32_t staged, int pairs, in
     }
 }
 
-/* Adds up what the warps that share K have of a pair. */
+/* Adds the sums of a pair of tokens over the warps that split K. */
 template <int WARPS>
 static __device__ __forceinline__ float2 gather(const decode_args *a, uint32_t staged) {
     float2 v[WARPS];
@@ -475,7 +470,7 @@ static __device__ __forceinline__ float2 gather(const decode_args *a, uint32_t s
     return v[0];
 }
 
-/* A thread's row of a round. */
+/* Row of a round that a thread writes. */
 typedef struct {
     int row, n;
     bool meant;
@@ -493,25 +488,25 @@ static __device__ __forceinline__ output_row output_of(const decode_args *a, int
     return o;
 }
 
-/* The bias, unlike scales, may be the work of the kernel before: not until that has ended. */
+/* Loads the bias. It may come from the preceding kernel, unlike scales. */
 static __device__ __forceinline__ void fetch_bias(const decode_args *a, output_row *o) {
     if (o->meant)
         o->bias = moq_load_bias(&a->out, o->n);
 }
 
-/* Where the sums of a thread's row of a round are brought together. Found before they are there:
- * what is done after that, everybody waits for.
+/* Addresses by which a thread adds the sums of its row of a round, computed before the sums are
+ * there, off the critical path.
  *
- * What the blocks of a cluster send each other is in boxes, [ranks][pairs][rows of a block], used
- * in turn: whoever has all of a box knows that the one before has been read. */
+ * Blocks of a cluster send each other sums in boxes, [ranks][pairs][rows of a block], used in turn:
+ * a block that has received all of a box knows that the previous one has been read. */
 typedef struct {
-    uint32_t staged;      /* by the first of the warps that share K */
-    uint32_t box, posted; /* this block's, and its barrier */
-    uint32_t to, bar;     /* the block's that has the row, for this block's sums */
+    uint32_t staged;      /* of the first of the warps that split K */
+    uint32_t box, posted; /* this block's box and its barrier */
+    uint32_t to, bar;     /* the box of the block that owns the row, and its barrier */
     int parity;
-    bool owned;     /* the row is this block's */
-    int pair, step; /* of tokens: the thread's first, and from one to the next */
-    int box_size;   /* from rank to rank */
+    bool owned;     /* this block writes the row */
+    int pair, step; /* the thread's first pair of tokens, and the step to the next */
+    int box_size;   /* bytes from rank to rank */
 } sum_places;
 
 template <class S>
@@ -537,7 +532,7 @@ static __device__ __forceinline__ sum_places sum_places_of(const decode_args *a,
     return m;
 }
 
-/* Adds up what came of a pair. */
+/* Adds the sums of a pair from all ranks. */
 static __device__ __forceinline__ float2 add_ranks(uint32_t box, int size) {
     float2 sum = {0, 0};
 #pragma unroll
@@ -561,8 +556,8 @@ static __device__ __forceinline__ void store_pair(const decode_args *a, const ou
         moq_store_output(&out, 2 * pair + 1, o->n, value.y * o->factor, o->bias);
 }
 
-/* Brings the sums of a row together, of every `step`th pair, and writes them or sends them to the
- * block that does. */
+/* Adds a row's sums, of every `step`th pair, and writes them or sends them to the block that owns
+ * the row. */
 template <class S>
 static __device__ __forceinline__ void gather_row(const decode_args *a, const sum_places *m,
                                                   int slabs, const output_row *o) {
@@ -579,7 +574,7 @@ static __device__ __forceinline__ void gather_row(const decode_args *a, const su
     }
 }
 
-/* Writes what has come of a row of this block's. */
+/* Writes an owned row from the sums that have arrived. */
 template <class S>
 static __device__ __forceinline__ void write_row(const decode_args *a, const sum_places *m,
                                                  int slabs, const output_row *o) {
@@ -593,17 +588,17 @@ static __device__ __forceinline__ void write_row(const decode_args *a, const sum
                       add_ranks(m->box + (uint32_t)(pair * S::rank_rows * 8), m->box_size));
 }
 
-/* Bytes that this block is sent of a round. */
+/* Expects the bytes of a round's sums from other blocks. */
 static __device__ __forceinline__ void expect_sums(const decode_args *a, uint32_t posted,
                                                    int slabs) {
     mbarrier_expect(posted, slabs * MOQ_PACK_ROWS * ((a->m + 1) / 2) * 8);
 }
 
-/* Sums of all rounds but the last, by a warp of its own. */
+/* Finishes all rounds but the last, by the adding warp. */
 template <class S>
 static __device__ __forceinline__ void finish_rounds(const decode_args *a, uint32_t smem,
                                                      barriers *bar) {
-    constexpr int ROWS = (S::rows + 31) / 32; /* of a lane */
+    constexpr int ROWS = (S::rows + 31) / 32; /* rows of a lane */
     int lane = threadIdx.x % 32, groups = S::warps >> a->log_splits;
     uint32_t posted = shared_address(bar->posted);
     int most = share_of<S>(a, 0, 0).rounds;
@@ -635,8 +630,8 @@ static __device__ __forceinline__ void finish_rounds(const decode_args *a, uint3
     }
 }
 
-/* Sums of the last round, by all warps that share K. The boxes of a cluster are used in turn, so
- * the round before has to be done. */
+/* Finishes the last round, by all warps that split K. The boxes of a cluster are used in turn, so
+ * the round before must be done. */
 template <class S>
 static __device__ __forceinline__ void finish_last(const decode_args *a, const sum_places *m,
                                                    barriers *bar, const share *s, int group,
@@ -666,8 +661,7 @@ static __device__ __forceinline__ void init_barriers(const decode_args *a, barri
         mbarrier_init(shared_address(&bar->posted[lane]), 1);
 }
 
-/* The way of a warp through its slabs and columns; sums are left where they are brought together.
- */
+/* Runs a warp's mainloop over its rounds; sums are staged for others to add. */
 template <class S>
 static __device__ __forceinline__ void
 multiply_rounds(const decode_args *a, const CUtensorMap *tokens, uint32_t smem, barriers *bar,
@@ -715,7 +709,7 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     const decode_args *a = &args;
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
     launch_dependents();
-    bool adds = S::adder && warp == S::warps; /* up sums, and has no part of W */
+    bool adds = S::adder && warp == S::warps; /* the adding warp has no share of W */
     int split = warp & ((1 << a->log_splits) - 1), group = warp >> a->log_splits;
     pipeline r;
     r.lane = lane;
@@ -730,7 +724,7 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     } else {
         if (!S::adder && warp == 0)
             init_barriers(a, &bar, lane);
-        if (lane < a->stages) /* weights, and lanes with their part of x */
+        if (lane < a->stages) /* one arrival for weights, and one of each lane for x */
             mbarrier_init(r.full + 8u * lane, a->x_stays ? 1 : 1 + 32);
     }
     mbarrier_init_fence();
@@ -744,7 +738,7 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     if (!adds)
         s = share_of<S>(a, split, group);
     next_stage next = start_of(a, &s, lane);
-    int fresh = 0; /* stages */
+    int fresh = 0; /* stages filled before x may be read */
     for (; fresh < a->stages && is_meant(&s, &next); fresh++) {
         fetch_weights<S>(a, &s, &r, &next, fresh);
         advance_stage(a, &s, &next);

@@ -1,16 +1,16 @@
-/* NVFP4 linear with FP8 products on Hopper (compute "fp8"): y[m, n] = round(sum_k X[m, k] W[n, k] *
- * scales + bias[n]).
+/* NVFP4 linear with FP8 products for many tokens on Hopper (compute "fp8"): y[m, n] = round(sum_k
+ * X[m, k] W[n, k] * scales + bias[n]).
  *
- * X are e4m3 codes with a scale a token, which the quantization before makes in the workspace, the
- * columns of each 16 in the order that operands have them (moq_cuda_quantize). W is packed NVFP4 in
- * memory and becomes e4m3 here (nvfp4_fp8_prefill.cu). A block has a tile at a time, 128 rows of W
- * by T tokens: one or two warpgroups fold, two multiply 64 rows each, two warps copy.
- *
- * Where tiles do not come out even, blocks share K (nvfp4_prefill.h).
+ * X is e4m3 codes with a scale a token, quantized into the workspace, each 16 columns in the order
+ * of wgmma operands (moq_cuda_quantize). W is packed NVFP4 in memory. A block makes a tile at a
+ * time, 128 rows of W by T tokens: one or two warpgroups fold block scales into e4m3 codes
+ * (nvfp4_fold.h) and write them to shared memory, two consumer warpgroups load them into registers
+ * and multiply 64 rows each, two warps copy. If tiles do not come out even, blocks share a stream-K
+ * tail (nvfp4_prefill.h).
  *
  * What bounds it (H200, docs/lab/nvfp4-fp8.md): folding 128 x 128 weights takes a warpgroup about
- * as long as their products with 256 tokens take the tensor cores, so pairs of blocks have the same
- * weights where there are tokens enough, and each folds half of them for both. */
+ * as long as their products with 256 tokens take the tensor cores. With tokens enough, pairs of
+ * blocks have the same weights and each folds half of them for both. */
 #include "core/invariant.h"
 #include "cuda/choice/nvfp4_fp8.h"
 #include "cuda/device/nvfp4_fold.h"
@@ -23,33 +23,29 @@
 
 namespace moq::nvfp4_fp8_prefill {
 
-/* Operands of e4m3 from packed NVFP4 weights, for the linear of many tokens with FP8 products on
- * Hopper (nvfp4_fp8_prefill.cu): one or two warpgroups fold block scales into codes and write
- * them to shared memory, where two others take them to registers and multiply. What the codes are:
- * nvfp4_fold.h. */
+/* ---- folding ---- */
 
 using namespace nvfp4_prefill;
 
-#define UNIT_BYTES 1024 /* of the operand that a unit becomes */
+#define UNIT_BYTES 1024 /* bytes of the operand that a unit becomes */
 
-/* Barriers of the stages of the ring that is multiplied from, each with tokens and operands: tokens
- * are there, operands are there, both may be replaced. */
+/* Barriers of the operand pipeline's stages: tokens are full, operands are full, both are empty. */
 typedef struct {
     uint32_t tokens, operands, empty;
 } stage_barriers;
 
-/* The powers of two of rows g and g + 8 of a slab. */
+/* Returns the powers of two of rows g and g + 8 of a slab. */
 static __device__ __forceinline__ uint32_t fetch_folds(const gemm_args *a, int slab) {
     int n = slab * MOQ_PACK_ROWS + threadIdx.x % 32 / 4, last = a->n - 1;
     return moq_pack_folds(a->fold_scale[min(n, last)], a->fold_scale[min(n + 8, last)]);
 }
 
-/* What a folding warp has: some units of each step, one behind the other, and `other` where the
- * other block of a pair has its ring. */
+/* Share of a folding warp: consecutive units of each step; `other` is the pipeline of the other
+ * block of a pair. */
 template <class S> struct folder {
     static constexpr int UNITS = S::slabs * S::units / (S::folders / 32);
     static constexpr int SLABS_OF = UNITS > S::units ? UNITS / S::units : 1;
-    uint32_t packed, operands, other; /* its units in the first stages */
+    uint32_t packed, operands, other; /* addresses of its units in the first stages */
     uint32_t posted;                  /* the other block's barrier */
 };
 
@@ -108,9 +104,9 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a,
     }
 }
 
-/* ---- products ---- */
+/* ---- mainloop ---- */
 
-/* What a thread multiplies: its operand and all tokens, in the first stage. */
+/* Stages as a thread reads them: its operand and all tokens. */
 typedef struct {
     stage_barriers barriers;
     uint32_t operands;
@@ -118,7 +114,7 @@ typedef struct {
     int stages;
 } consumer_pipeline;
 
-/* An operand of a unit. */
+/* Operand of a unit. */
 typedef struct {
     uint32_t part[2][4];
 } operand_unit;
@@ -149,7 +145,8 @@ static __device__ __forceinline__ void take(const consumer_pipeline *t, const pi
     }
 }
 
-/* c = or += products of a unit with a part of the tokens, as many as c has. */
+/* Multiplies a unit by as many tokens as c has sums of, half `part` of them; `add` keeps the sums
+ * in c. */
 template <class S, int SUMS>
 static __device__ __forceinline__ void issue(const consumer_pipeline *t, const pipeline_state *slot,
                                              int unit, int part, const operand_unit *o, int add,
@@ -162,7 +159,7 @@ static __device__ __forceinline__ void issue(const consumer_pipeline *t, const p
     wgmma_commit();
 }
 
-/* Products of a part of the tokens end, and are added to the sums. */
+/* Waits for the products of half `part` of the tokens and adds them to the sums. */
 template <class S>
 static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], int part,
                                                float (&c)[S::sums]) {
@@ -173,10 +170,10 @@ static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], int part,
         sum[part * S::sums + i] += c[i];
 }
 
-/* Adds products of some steps to the sums, where there are many tokens by halves of them: what of a
- * step's 128 columns is in the tensor cores, whose sums of e4m3 keep about 14 bits, is added to
- * float32 sums while the other warpgroup has the tensor cores. The operand of a step's first unit
- * is in `even` when it begins. */
+/* Adds the products of `steps` steps to the sums, of many tokens by halves. Tensor cores keep about
+ * 14 bits of e4m3 sums, so those of a step's 128 columns are added to float32 sums while the other
+ * warpgroup has the tensor cores. `even` holds the operand of a step's first unit when the step
+ * begins. */
 template <class S>
 static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int steps,
                                                 pipeline_state *slot, float (&sum)[S::T / 2]) {
@@ -208,12 +205,12 @@ static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int 
     }
 }
 
-/* The sums of the first or the second half of the tokens. */
+/* Returns the sums of the first or the second half of the tokens. */
 template <class S>
 static __device__ __forceinline__ float (&half_of(float (&sum)[S::T / 2], int half))
     [S::T / 4] { return *(float (*)[S::T / 4])(sum + half * (S::T / 4)); }
 
-/* multiply where sums stay in the tensor cores. */
+/* Adds the products of `steps` steps with sums that stay in the tensor cores. */
 template <class S>
 static __device__ __forceinline__ void multiply_fast(const consumer_pipeline *t, int steps,
                                                      pipeline_state *slot, float (&sum)[S::T / 2]) {
@@ -248,10 +245,10 @@ static __device__ __forceinline__ void multiply_fast(const consumer_pipeline *t,
 #define STEP          128
 #define COPIERS       128
 #define PACKED_STAGES 3
-#define BAND_TOKENS   2048 /* tokens that are done together, for the sake of L2 */
-#define OPERAND_BYTES (SLABS * 2 * UNIT_BYTES) /* of a stage */
+#define BAND_TOKENS   2048 /* tokens done together, so that they stay in the L2 */
+#define OPERAND_BYTES (SLABS * 2 * UNIT_BYTES) /* bytes of a stage */
 
-/* ---- the producers: one warp copies weights, a thread x ---- */
+/* ---- producers: one warp copies weights, one thread x ---- */
 
 template <class S>
 static __device__ __forceinline__ void produce_weights(const gemm_args *a,
@@ -302,9 +299,9 @@ static __device__ __forceinline__ void produce_codes(const gemm_args *a, const p
     }
 }
 
-/* ---- the consumers ---- */
+/* ---- consumers ---- */
 
-/* STREAM_K: blocks share K of some tiles. */
+/* Runs a warpgroup's mainloop and epilogue. STREAM_K: blocks share the steps of some tiles. */
 template <class S, bool STREAM_K>
 static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_pipeline *t,
                                                tile_scales<S> *b, const output_path *path,
@@ -314,7 +311,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
     for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         tile_place at = place_of<S>(a, w.number, rank);
         float sum[S::T / 2] = {};
-        if (!STREAM_K || w.end == a->steps) /* the outputs are this block's */
+        if (!STREAM_K || w.end == a->steps) /* this block writes the outputs */
             fetch_tile_scales<S>(a, b, &at, group);
         if constexpr (S::fast)
             multiply_fast<S>(t, w.end - w.first, &slot, sum);
@@ -362,7 +359,7 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
     __shared__ __align__(16) tile_scales<S> epilogue[2];
     uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
     uint32_t operands = x + args.stages * S::token_bytes;
-    uint32_t room = operands + args.stages * OPERAND_BYTES; /* for outputs on their way */
+    uint32_t room = operands + args.stages * OPERAND_BYTES; /* staged outputs */
     uint32_t weights = room + 2 * S::rooms * TURN_BYTES;
     uint32_t behind = first + 24 * MAX_STAGES;
     int rank = S::pair ? (int)rank_in_cluster() : 0;
@@ -372,8 +369,8 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
     set_up<S>(&barriers, &packed, args.stages);
     if (threadIdx.x < CONSUMERS) {
         more_registers<S::registers>();
-        int group =
-            __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
+        int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128,
+                                0); /* shuffled, so that the compiler sees it is uniform */
         uint32_t own = threadIdx.x / 32 * (2 * UNIT_BYTES) + threadIdx.x % 32 * 16;
         consumer_pipeline t = {barriers, operands + own, wgmma_operand(x), args.stages};
         output_path path = {&outputs, room + group * S::rooms * TURN_BYTES};
@@ -408,13 +405,13 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
 
 /* ---- shapes ---- */
 
-/* What a launch needs to know of a shape of tiles (choice/nvfp4_fp8.h). */
+/* Kernels and sizes of a shape of tiles (choice/nvfp4_fp8.h). */
 typedef struct {
     int threads;
     int stage;                /* bytes of tokens and operands, */
-    int rest;                 /* and of the packed ring and the outputs' way */
+    int rest;                 /* bytes of the packed pipeline and of staged outputs */
     int epilogue;             /* bytes of static shared memory */
-    const void *kernel[2][2]; /* promoted or fast; for whole tiles, for divided ones */
+    const void *kernel[2][2]; /* promoted or fast; for whole tiles, with a stream-K tail */
 } variant;
 
 template <int T, moq_sharing SHARE> static variant variant_of(void) {
@@ -436,8 +433,8 @@ static_assert(ROWS == MOQ_NVFP4_FP8_ROWS && STEP == MOQ_NVFP4_FP8_STEP,
 
 /* ---- launch ---- */
 
-/* What a call works in, as offsets; codes are first. Both are for whole tiles: what is beyond m is
- * never looked at, and not copying it would take longer. */
+/* Workspace layout of a call: offsets, codes first. Codes and scales cover whole tiles: rows beyond
+ * m are never used, and skipping their copies would take longer. */
 typedef struct {
     int64_t tokens, scales, flags, sums, bytes;
 } workspace_layout;
@@ -499,7 +496,7 @@ static gemm_args args_of(const moq_linear_call *call, const moq_nvfp4_fp8_config
                    .output_scale = call->output_scale,
                    .fold_scale = call->fold_scale,
                    .x_scale = (const float *)((uint8_t *)call->workspace + w->scales)};
-    MOQ_ASSERT(a.stages >= 2); /* of which one is filled while the other is multiplied */
+    MOQ_ASSERT(a.stages >= 2); /* one is filled while another is multiplied */
     MOQ_ASSERT(config->row_tiles * config->columns <= INT32_MAX);
     MOQ_ASSERT(w->scales % 16 == 0 && w->flags % 8 == 0 && w->sums % 16 == 0);
     return a;

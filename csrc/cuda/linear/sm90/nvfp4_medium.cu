@@ -1,19 +1,22 @@
 /* NVFP4 linear for some dozens of tokens on Hopper: y[m, n] = round(sum_k x[m, k] W[n, k] +
- * bias[n]) of 16-bit activations and exact weights.
+ * bias[n]) of 16-bit activations and exact weights. Its mainloop and kernel are in nvfp4_medium.h;
+ * here are the bfloat16 kernels and the launch.
  *
- * W gives the 64 rows of a warpgroup's products, from registers, where a warp decodes its packed
- * codes while the products before are under way; the tokens come in as they are. A block has two to
- * four warpgroups that multiply and a warp each that copies weights and tokens, which go round in a
- * ring of steps of 128 columns. W is constant, so the ring is filled with it before x is complete
- * (dependent launch). Where a layer has fewer tiles than the chip multiprocessors, K is divided
- * among the blocks of a cluster and the warpgroups with the same rows; sums come together as
- * gemm_epilogue.h has it. Where rounds of tiles do not come out even, blocks share the steps of
- * the last ones (gemm_scheduler.h). Sums are added in the same order always.
+ * W is in the packed layout, x and y are 16-bit matrices of contiguous rows. W gives the 64 rows of
+ * a warpgroup's products, from registers, where a warp decodes codes while the previous products
+ * are under way; tokens are used as they are. A block has two to four consumer warpgroups and two
+ * producer warps, for weights and for tokens, with a pipeline of steps of 128 columns. W is
+ * constant, so the pipeline fills before x is complete (PDL).
+ *
+ * If a layer has fewer tiles than the chip multiprocessors, split-K divides the steps over the
+ * blocks of a cluster and over warpgroups (gemm_epilogue.h). If rounds of tiles do not come out
+ * even, all blocks share the steps of a stream-K tail (gemm_scheduler.h). Sums are always added in
+ * one order.
  *
  * What bounds it (H200, docs/lab/nvfp4-medium.md): 91 instructions of a warp for 16 rows by 64
- * columns, of which 60 decode, so 120 to 200 cycles of a scheduler; with 128 tokens the tensor
- * cores, which share the register file with the decoding; what the second-level cache delivers, of
- * x too, which every tile of rows reads again. */
+ * columns, 60 of them decoding, which take 120 to 200 cycles of a scheduler; with 128 tokens the
+ * tensor cores, which share the register file with decoding; and the L2, also for x, which every
+ * tile of rows reads again. */
 #include "core/invariant.h"
 #include "cuda/choice/nvfp4_medium.h"
 #include "cuda/linear/cuda_linear.h"
@@ -23,12 +26,12 @@
 
 namespace moq::nvfp4_medium {
 
-/* The launch of the NVFP4 GEMMs of Hopper, exact or with FP8 products, in the way that was chosen
- * (choice/nvfp4_medium.h). */
+/* ---- launch, exact or with FP8 products, of the config that was chosen (choice/nvfp4_medium.h)
+ * ---- */
 
 static_assert(BARRIERS == MOQ_NVFP4_MEDIUM_BARRIERS, "as the choice counts them");
 
-/* Weights on their way at once at the start of a block, so that x is not queued behind all. */
+/* Bytes of weights under way at once at the start of a block; more would delay x. */
 #define FLIGHT_BYTES 49152
 
 sums_room room_of_sums(const moq_nvfp4_medium_config *config) {

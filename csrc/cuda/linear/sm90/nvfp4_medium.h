@@ -1,15 +1,15 @@
-/* Tiles of the NVFP4 linears for some tokens on Hopper, exact (nvfp4_medium.cu) and with FP8
- * products (nvfp4_fp8_medium.cu): copies of their operands, and exact products.
+/* NVFP4 medium kernels on Hopper, exact (nvfp4_medium.cu) and with FP8 products
+ * (nvfp4_fp8_medium.cu): tile, copies, exact mainloop, stream-K tail and kernel.
  *
- * A tile is some rows of W by some tokens; a step is 128 columns of both. W is in the packed layout
- * (core/nvfp4_packed.h): a matrix of bytes with a row for each 16 rows of W and 576 bytes for each
- * 64 columns, of which the copy engine brings a box. x comes in the 128-byte swizzle. Beyond the
- * last columns both are zeros.
+ * A tile is some rows of W by some tokens, a step 128 columns of both. W is packed
+ * (core/nvfp4_packed.h): a matrix of bytes with a row for 16 rows of W and 576 bytes for 64
+ * columns, of which the copy engine brings a box. x arrives in the 128-byte swizzle. Both are zeros
+ * beyond the last columns.
  *
  * A warp reads the codes of its 16 rows and 64 columns with one load a lane and decodes them into
- * the fragments of four products, while the products of the 64 columns before are under way: two
- * sets of fragments take turns. Four lanes need the same scales; each makes a quarter of a step's,
- * which come to the others through shared memory. */
+ * the fragments of four products, while the products of the previous 64 columns are under way: two
+ * sets of fragments take turns. Four lanes need the same scales; each makes a quarter of a step's
+ * and passes them through shared memory. */
 #ifndef MOQ_CUDA_LINEAR_SM90_NVFP4_MEDIUM_H
 #define MOQ_CUDA_LINEAR_SM90_NVFP4_MEDIUM_H
 
@@ -32,33 +32,32 @@ static_assert(MAX_STAGES == MOQ_NVFP4_MEDIUM_STAGES, "as the choice counts them"
 
 typedef struct {
     int m, n;
-    int steps;     /* of 128 columns */
-    int row_tiles; /* along W */
-    int columns;   /* along the tokens */
-    int tokens;    /* of a tile, at most T */
+    int steps;     /* steps of 128 columns */
+    int row_tiles; /* tiles along W */
+    int columns;   /* tiles along the tokens */
+    int tokens;    /* tokens of a tile, at most T */
     int stages;
-    int flight;      /* of them whose weights are on their way at once, to begin with */
-    int split_steps; /* of a block, where K is divided, */
-    int more_splits; /* and how many blocks have one more */
-    int room,
-        side; /* where sums of other blocks come to, in shared memory, and float4 of each share */
-    int turn; /* where outputs turn around */
+    int flight;      /* stages whose weights are under way at once at the start */
+    int split_steps; /* split-K: steps of a block */
+    int more_splits; /* split-K: blocks with one step more */
+    int room, side;  /* offset of sums of other blocks in shared memory, and float4 of each share */
+    int turn;        /* offset of staged outputs */
     moq_output out;
     const float *output_scale; /* [N] */
-    const float *fold_scale;   /* of e4m3: [N], powers of two, */
-    const float *x_scale;      /* and [m] */
+    const float *fold_scale;   /* FP8 products: [N], powers of two */
+    const float *x_scale;      /* FP8 products: [m] */
     bool per_token;
-    int turn_step;  /* from where a warpgroup's outputs turn around to the next one's */
-    int tail_tiles; /* tiles at the end whose steps all blocks share evenly */
+    int turn_step;  /* from a warpgroup's staged outputs to the next one's */
+    int tail_tiles; /* tiles of the stream-K tail */
     stream_k_tail tail;
-    float4 *handed;  /* sums of other blocks, and */
-    uint64_t *ready; /* whether they are there, of each warp */
+    float4 *handed;  /* partial sums of blocks */
+    uint64_t *ready; /* flags of the warps that have stored theirs */
 } gemm_args;
 
 struct operand_copies;
 
-/* A block's tile: 64 rows of W for each of ROW_GROUPS, by T tokens. Of K_GROUPS warpgroups with the
- * same rows each takes every so many steps. PARTS: the blocks of a cluster share K too. */
+/* Tile of a block: 64 rows of W for each of ROW_GROUPS, by T tokens. K_GROUPS warpgroups with the
+ * same rows take steps in turn. SPLIT_K: the blocks of a cluster split K, too. */
 template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K> struct tile {
     typedef gemm_args args;
     typedef layer_tiles<false> tiles;
@@ -72,11 +71,11 @@ template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_
     static constexpr int T = T_, WAVES = 1, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
     static constexpr bool split_k = SPLIT_K, pair = false;
     static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
-    /* Registers of those who multiply and of those who copy, where not all have the same. */
+    /* Registers of consumers and producers, where they differ. */
     static constexpr bool uneven = T * ROW_GROUPS * K_GROUPS >= 384;
     static constexpr int registers = consumers == 512 ? 112 : 152;
     static constexpr int copier_registers = consumers == 512 ? 32 : 56;
-    /* A warp copies weights, another tokens. */
+    /* One warp copies weights, another tokens. */
     static constexpr int copier = consumers, token_arrivals = 1;
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
@@ -85,22 +84,23 @@ template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_
     static constexpr int token_bytes = T * STEP * token_size;
     /* Products that a set of fragments is for: two of T = 128 where registers are few. */
     static constexpr int depth = T == 128 && consumers == 512 ? 2 : 4;
-    static constexpr int pieces = STEP / 16 / depth; /* of a step */
-    /* Copies of weights before the rest of a block is ready, 14 to 18 KB: x waits behind more of
-     * them (docs/lab/nvfp4-medium.md). */
+    static constexpr int pieces = STEP / 16 / depth; /* pieces of a step */
+    /* Copies of weights before the block's other barriers are ready, 14 to 18 KB: more would delay
+     * x (docs/lab/nvfp4-medium.md). */
     static constexpr int first_copies = ROW_GROUPS == 1 ? 3 : 4 / ROW_GROUPS;
-    /* Both sets are decoded before the first tokens are there: 1 % where products take long. */
+    /* Decodes two sets of fragments before the first tokens arrive: 1 % where products take long.
+     */
     static constexpr bool early = T == 128;
     static_assert(K_GROUPS <= 2, "warpgroups of other steps have code of their own");
     static constexpr int stage = (token_bytes + weight_bytes + 1023) / 1024 * 1024;
-    /* Sums of other blocks have room beside the ring, rather than where it was. */
+    /* Sums of other blocks have room beside the pipeline, rather than in its place. */
     static constexpr bool own_room = T < 128;
-    /* Which factors outputs have. */
+    /* Scales that outputs have. */
     static constexpr bool tokens_first = false, row_factors = true, token_factors = false;
     static constexpr float unit = MOQ_NVFP4_FACTOR;
 };
 
-/* ---- copies of a step: in a stage tokens are first ---- */
+/* ---- copies of a step: tokens come first in a stage ---- */
 
 struct operand_copies {
     template <class S>
@@ -127,29 +127,29 @@ struct operand_copies {
     }
 };
 
-/* ---- products ---- */
+/* ---- mainloop ---- */
 
-/* What a warp takes steps from, in the first stage. */
+/* First stage as a warp reads it. */
 typedef struct {
     stage_barriers barriers;
-    uint32_t codes, scales; /* of this lane */
-    uint32_t room;          /* of this warp: scales as operands, of two steps */
-    uint64_t tokens;        /* the operand */
+    uint32_t codes, scales; /* addresses of this lane */
+    uint32_t room;          /* of this warp: decoded scales of two steps */
+    uint64_t tokens;        /* operand of wgmma */
     uint32_t stages;
 } consumer_pipeline;
 
-/* Bytes of a warp's scales of a step as products need them: of 16 rows and 8 groups, [units][g]
- * [groups of the unit, rows g and g + 8]. Four lanes need the same: each makes a quarter. */
+/* Bytes of a warp's decoded scales of a step: 16 rows and 8 groups, [units][g][groups of the unit,
+ * rows g and g + 8]. Four lanes need the same scales; each makes a quarter. */
 #define SCALES MOQ_NVFP4_MEDIUM_SCALES
 
-/* A step of a warpgroup: the place in the ring, of it, of its barriers and of its scales, and the
- * parity of the phase in which it is used next. The compiler has to see that all threads have the
- * same, or every product takes its operand through two registers. */
+/* Pipeline state of a warpgroup as offsets: of the stage, its barriers and its scales, and the
+ * parity of its phase. The compiler must see that it is uniform, or every product passes its
+ * operand through two registers. */
 typedef struct {
     uint32_t at, barriers, parity, scales;
 } stage_place;
 
-/* To the next step of this warpgroup. */
+/* Moves on to the next step of this warpgroup. */
 template <class S>
 static __device__ __forceinline__ void advance_own(stage_place *s, uint32_t stages) {
     s->at += S::k_groups * S::stage;
@@ -167,8 +167,8 @@ template <class S> struct fragments {
     uint32_t a[S::depth][4];
 };
 
-/* Where a lane puts the scales that it makes of a step, four of two groups of rows g and g + 8, and
- * where it finds those that it needs. */
+/* Addresses of a lane's scales: those that it makes of a step, four of two groups of rows g and g +
+ * 8, and those that it needs. */
 typedef struct {
     uint32_t made, needed;
 } scale_places;
@@ -178,7 +178,7 @@ static __device__ __forceinline__ scale_places find_scale_places(const consumer_
     return {kept(t->room + lane * 8), kept(t->room + lane / 4 * 16)};
 }
 
-/* Makes the scales of a step. */
+/* Decodes this lane's scales of a step. */
 template <class S>
 static __device__ __forceinline__ void make_scales(const consumer_pipeline *t, const stage_place *s,
                                                    const scale_places *p) {
@@ -192,7 +192,7 @@ static __device__ __forceinline__ void make_scales(const consumer_pipeline *t, c
 template <class S>
 static __device__ __forceinline__ void decode(const consumer_pipeline *t, const stage_place *s,
                                               const scale_places *p, int piece, fragments<S> *f) {
-    int first = piece * S::depth; /* of the products of the step, four to a unit */
+    int first = piece * S::depth; /* index among the products of the step, four to a unit */
     uint32_t from = t->codes + s->at + first / 4 * UNIT + first % 4 * 4;
     uint32_t scales_from = p->needed + s->scales + first / 4 * (SCALES / 2) + first % 4 * 4;
     uint32_t codes[S::depth], scales[S::depth];
@@ -226,7 +226,7 @@ static __device__ __forceinline__ void issue(const consumer_pipeline *t, const s
     wgmma_commit();
 }
 
-/* The products of these fragments have ended: until here they stay in their registers. */
+/* Marks the end of these fragments' products: until here they stay in their registers. */
 template <class S> static __device__ __forceinline__ void give_up(fragments<S> *f) {
 #pragma unroll
     for (int i = 0; i < S::depth * 4; i++)
@@ -238,7 +238,7 @@ static __device__ __forceinline__ void release(const consumer_pipeline *t, const
     warp_releases<false>(t->barriers.empty + s->barriers, 0);
 }
 
-/* Adds `steps` steps of this warpgroup from `s` on to the sums: while a piece is multiplied the
+/* Adds `steps` steps of this warpgroup from `s` on to the sums. While a piece is multiplied, the
  * next is decoded. */
 template <class S>
 static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int steps,
@@ -282,21 +282,17 @@ static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int 
     release<S>(t, &before);
 }
 
-/* A block of the NVFP4 linears for some tokens on Hopper, exact or with FP8 products: its barriers,
- * who copies, and what becomes of sums.
- *
- * Products are a class P of the caller: P::rows is what they have of a thread's rows, P::fetch
- * brings it, P::multiply adds steps to the sums (as `multiply` of nvfp4_medium.h),
- * P::complete puts into the factors of the outputs what the products left out.
- */
+/* ---- the kernel's frame, exact or with FP8 products. A class P has the products: P::rows is what
+ * they need of a thread's rows, P::fetch loads it, P::multiply adds steps to the sums, and
+ * P::complete puts what products leave out into the scales of the outputs ---- */
 
-/* A number that is one in a warp, as the compiler does not see: it would pass what products take
- * from a ring whose place depends on it through two registers, a fifth of the instructions. */
+/* Returns a number that is the same in all of a warp, hidden from the compiler. Otherwise it passes
+ * operands whose stage depends on the number through two registers, a fifth of the instructions. */
 static __device__ __forceinline__ int same_in_warp(int number) {
     return __reduce_max_sync(0xffffffffu, number);
 }
 
-/* ---- sums of tiles that blocks share ---- */
+/* ---- partial sums of the stream-K tail ---- */
 
 static __device__ __forceinline__ uint64_t *flag_of(const gemm_args *a, int block, int warps) {
     return a->ready + block * warps + threadIdx.x / 32;
@@ -307,8 +303,8 @@ static __device__ __forceinline__ float4 *sums_of(const gemm_args *a, int block)
     return a->handed + (int64_t)block * (S::T / 8 * S::consumers) + threadIdx.x;
 }
 
-/* Leaves a warp's sums for the block that has the last steps of the tile, whose same warp takes
- * them. */
+/* Stores a warp's partial sums for the block that has the tile's last steps; the same warp of that
+ * block adds them. */
 template <class S>
 static __device__ __forceinline__ void store_partial_sums(const gemm_args *a,
                                                           const float (&sum)[S::T / 2]) {
@@ -322,13 +318,13 @@ static __device__ __forceinline__ void store_partial_sums(const gemm_args *a,
         store_release(flag_of(a, (int)blockIdx.x, S::consumers / 32), READY);
 }
 
-/* Adds the sums of the tile's steps before this block's, those of the blocks before, from the last
+/* Adds the partial sums of the tile's earlier steps, of the blocks before this one, from the last
  * to the first. */
 template <class S>
 static __device__ __forceinline__ void add_partial_sums(const gemm_args *a, const work *w,
                                                         float (&sum)[S::T / 2]) {
-    constexpr int PIECE = S::T / 8 < 16 ? S::T / 8 : 16;   /* eights at once, of so many */
-    constexpr int AT_ONCE = 64 / S::T > 1 ? 64 / S::T : 1; /* blocks */
+    constexpr int PIECE = S::T / 8 < 16 ? S::T / 8 : 16;   /* eights of tokens at once */
+    constexpr int AT_ONCE = 64 / S::T > 1 ? 64 / S::T : 1; /* blocks at once */
     int block = (int)blockIdx.x, others = same_in_warp(earlier_workers(a, w, block));
     for (int i = threadIdx.x % 32; i < others; i += 32)
         await_sums(flag_of(a, block - i - 1, S::consumers / 32));
@@ -359,14 +355,14 @@ static __device__ __forceinline__ void add_partial_sums(const gemm_args *a, cons
     }
 }
 
-/* ---- the kernel. STREAM_K: blocks share K of some tiles ---- */
+/* ---- the kernel. STREAM_K: blocks share the steps of some tiles ---- */
 
 template <class S, class P, bool STREAM_K>
 static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_pipeline *t,
                                                uint8_t *shared, column_terms<S> *b,
                                                const cluster_barriers *meet) {
-    int group =
-        __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
+    int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128,
+                            0); /* shuffled, so that the compiler sees it is uniform */
     int row = group / S::k_groups * 64;
     uint32_t turn = shared_address(shared + a->turn) + group * a->turn_step;
     stage_place step = {};
@@ -380,9 +376,9 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
         typename P::rows own = P::fetch(a, at.row + row);
         fetch_early<S>(a, &at, row, &terms);
         P::template complete<S>(a, &at, row, &terms);
-        wait_for_predecessor(); /* at once from the second tile on */
+        wait_for_predecessor(); /* returns at once from the second tile on */
         if (S::split_k && blocks_in_cluster() > 1)
-            cluster_wait(); /* all blocks run */
+            cluster_wait(); /* all blocks of the cluster run */
         fetch_late<S>(a, &at, row, &terms);
         if (S::k_groups == 1 || group % S::k_groups == 0) {
             P::template multiply<S>(t, own, (steps + S::k_groups - 1) / S::k_groups, &step, sum);
@@ -451,17 +447,16 @@ static __global__ void __launch_bounds__(S::threads, 1)
     }
 }
 
-/* What a launch needs to know of a shape of tiles. */
+/* Kernels and threads of a shape of tiles. */
 typedef struct {
     int threads;
-    const void *kernel[2]; /* for whole tiles, for shared ones or NULL */
+    const void *kernel[2]; /* for whole tiles; with a stream-K tail, or NULL */
 } variant;
 
-/* Kernels of the NVFP4 linear of some tokens on Hopper with exact products (nvfp4_medium.cu):
- * what a file that compiles them for one type of activations includes. Compiling them for both
- * types takes half a minute. */
+/* ---- exact products. Each type of activations is compiled in a file of its own: both take half a
+ * minute ---- */
 
-/* Products of the weights as they are: nothing of a row is needed before its outputs. */
+/* Products of the weights as they are: they need nothing of a row. */
 struct exact_products {
     typedef struct {
     } rows;
@@ -495,7 +490,7 @@ static variant variant_of(void) {
 
 typedef moq_nvfp4_medium_layout layout;
 
-/* Workspace of tiles whose steps blocks share: flags of the warps, then sums; none without them. */
+/* Workspace of a stream-K tail: flags of the warps, then partial sums; empty without a tail. */
 typedef struct {
     int64_t flags, bytes;
 } sums_room;
@@ -508,7 +503,7 @@ const variant *float16_variants(void);
 /* Refuses a call of more tokens than the kernels take. */
 moq_status refuse(const moq_linear_call *call, moq_err *err);
 
-/* Makes the arguments of a call; sums that blocks hand over go to `room`. */
+/* Makes the arguments of a call; partial sums go to `room`. */
 gemm_args begin_args(const moq_linear_call *call, const moq_nvfp4_medium_config *config, layout l,
                      void *room);
 

@@ -1,5 +1,5 @@
-/* Kernels of the NVFP4 linear of some tokens on Hopper for activations of float16; what they do and
- * what bounds them: nvfp4_medium.cu. */
+/* Float16 kernels of the NVFP4 linear for dozens of tokens on Hopper. The formula, the layouts and
+ * the bounds are those of nvfp4_medium.cu, which has the bfloat16 kernels and the launch. */
 #include "cuda/linear/sm90/nvfp4_medium.h"
 
 namespace moq::nvfp4_medium {

@@ -1,9 +1,13 @@
-/* Tiles of the NVFP4 linears for many tokens on Hopper, exact (nvfp4_prefill.cu) and with FP8
- * products (nvfp4_fp8_prefill.cu): which a block makes, and how tokens and scales come to it.
+/* NVFP4 prefill kernels on Hopper, exact (nvfp4_prefill.cu), with FP8 products
+ * (nvfp4_fp8_prefill.cu) and of experts: tile, schedule, token copies, exact mainloop, split-K and
+ * epilogue.
  *
  * W gives the 64 rows of wgmma, from registers, where packed codes (core/nvfp4_packed.h) become
- * operands; tokens give its columns. A tile is 128 rows of W by T tokens. A step is 128 bytes of
- * the columns of a token in the 128-byte swizzle, by one unit of each of 8 slabs. */
+ * operands; tokens give its columns. A tile is 128 rows of W by T tokens. A step is 128 bytes of a
+ * token's columns in the 128-byte swizzle, by one unit of each of 8 slabs.
+ *
+ * What bounds it: the tensor cores, of exact products; decoding and folding with fewer tokens
+ * (docs/lab/nvfp4-prefill.md). */
 #ifndef MOQ_CUDA_LINEAR_SM90_NVFP4_PREFILL_H
 #define MOQ_CUDA_LINEAR_SM90_NVFP4_PREFILL_H
 
@@ -25,36 +29,36 @@ using namespace gemm;
 #define ROWS       128
 #define SLABS      (ROWS / MOQ_PACK_ROWS)
 #define MAX_STAGES 16
-#define CHUNK      32 /* tokens whose outputs leave at a time */
+#define CHUNK      32 /* tokens whose outputs leave at once */
 #define TURN_BYTES (CHUNK * 64 * 2)
 
-/* What the operands are. */
+/* Type of the operands. */
 typedef enum { AS_BF16, AS_F16, AS_E4M3 } operand_type;
 
 typedef struct {
     int m, n;
     int slabs, blocks; /* units of W, along rows and K */
     int steps;
-    int row_tiles; /* of a block or pair of blocks */
+    int row_tiles; /* tiles along W, of a block or pair of blocks */
     int columns;   /* tiles along the tokens */
-    int band;      /* columns that are done together, for the sake of L2 */
+    int band;      /* columns done together, so that tokens stay in the L2 */
     int stages;
-    bool boxed;     /* whether the copy engine can write the outputs */
-    bool apart;     /* whether tiles of other rows begin with other steps */
-    int tail_tiles; /* tiles at the end whose steps all blocks share evenly */
+    bool boxed;     /* y can be written by bulk tensor stores */
+    bool apart;     /* tiles of different rows begin with different steps */
+    int tail_tiles; /* tiles of the stream-K tail */
     stream_k_tail tail;
-    int splits;      /* of K of a tile, one for each block of a cluster, or 0 */
-    float4 *handed;  /* sums of other blocks, and */
-    uint64_t *ready; /* whether they are there, of each warpgroup */
+    int splits;      /* split-K: blocks of a cluster that split a tile's K, or 0 */
+    float4 *handed;  /* partial sums of blocks */
+    uint64_t *ready; /* flags of the warpgroups that have stored theirs */
     const uint8_t *weight;
     moq_output out;
     const float *output_scale; /* [N] */
-    const float *fold_scale;   /* of e4m3: [N], powers of two, */
-    const float *x_scale;      /* and scales of whole tiles of tokens */
+    const float *fold_scale;   /* FP8 products: [N], powers of two */
+    const float *x_scale;      /* FP8 products: token scales, for whole tiles of tokens */
 } gemm_args;
 
-/* A pair of blocks has 256 rows by T tokens or 128 rows by 2T tokens. FAST: sums of e4m3 stay in
- * the tensor cores. */
+/* Tile of a block; a pair of blocks has 256 rows by T tokens or 128 rows by 2T tokens. FAST: sums
+ * of e4m3 stay in the tensor cores. */
 template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
     typedef gemm_args args;
     typedef layer_tiles<true> tiles;
@@ -67,33 +71,33 @@ template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
     static constexpr bool share_tokens = SHARE == MOQ_SHARE_TOKENS, pair = SHARE != MOQ_ALONE;
     static constexpr bool share_weights = SHARE == MOQ_SHARE_WEIGHTS;
     static constexpr bool quantized = TYPE == AS_E4M3, fast = FAST;
-    static constexpr int units = quantized ? 2 : 1;                 /* of a slab in a step */
-    static constexpr int slabs = share_weights ? SLABS / 2 : SLABS; /* that a block copies */
+    static constexpr int units = quantized ? 2 : 1;                 /* units of a slab in a step */
+    static constexpr int slabs = share_weights ? SLABS / 2 : SLABS; /* slabs that a block copies */
     static constexpr int token_bytes = T * 128, slab_bytes = units * MOQ_PACK_BYTES;
     static constexpr int weight_bytes = slabs * slab_bytes;
     /* Threads that fold weights into e4m3, twice as many where that is faster
-     * (docs/lab/nvfp4-fp8.md), and the registers of threads that multiply and that fold. */
+     * (docs/lab/nvfp4-fp8.md), and registers of consumers and of folding threads. */
     static constexpr bool twice = T < 128 || (T == 128 && SHARE == MOQ_ALONE);
     static constexpr int folders = twice ? 256 : 128;
-    static constexpr bool full = T == 256 && !fast; /* of sums */
+    static constexpr bool full = T == 256 && !fast; /* registers are full of sums */
     static constexpr int registers = twice ? 144 : full ? 224 : 216;
     static constexpr int folder_registers = twice ? 64 : full ? 40 : 56;
-    /* Chunks of outputs that a warpgroup has room for: all of a tile, but where a block alone has
-     * 256 tokens, whose stages leave less, two are faster than four or six (docs/lab/nvfp4-fp8.md).
-     */
+    /* Chunks of outputs that a warpgroup can stage: all of a tile, but two for a single block with
+     * 256 tokens, whose stages leave less room; two are faster than four or six
+     * (docs/lab/nvfp4-fp8.md). */
     static constexpr int rooms = quantized && T == 256 && !pair ? 2 : T / CHUNK;
-    /* Parts of the tokens that are multiplied one after the other, and promoted sums of one. */
+    /* Token halves that are multiplied one after the other, and promoted sums of one. */
     static constexpr int splits_of_tokens = T == 256 || (T == 128 && twice) ? 2 : 1;
     static constexpr int sums = T / 2 / splits_of_tokens;
 };
 
-/* What rows and tokens of a tile bring to its outputs, of a warpgroup. */
+/* Epilogue operands of a warpgroup: scales of a tile's rows and tokens. */
 template <class S> struct tile_scales {
     float factor[64], fold[64];
     float x[S::quantized ? S::T : 2];
 };
 
-/* A unit as a lane has it: its vector of codes, and the scales of its rows. */
+/* Unit as a lane reads it: its vector of codes, and the scales of its rows. */
 typedef struct {
     uint4 codes;
     uint2 scales;
@@ -105,10 +109,10 @@ static __device__ __forceinline__ packed_unit load_unit(uint32_t unit) {
             load_shared_pair(unit + moq_pack_scale_at(lane / 4, 0))};
 }
 
-/* ---- the order of work ---- */
+/* ---- the schedule ---- */
 
-/* What a block begins with. The blocks of a cluster may have parts of K of a tile here, which is
- * not known when the kernel is compiled. */
+/* Returns the schedule that a block begins with. Whether the blocks of a cluster split K is known
+ * at run time here, unlike in gemm_scheduler.h. */
 template <class S> static __device__ __forceinline__ work begin(const gemm_args *a) {
     int blocks = S::pair ? 2 : 1, tiles = a->row_tiles * a->columns;
     if (a->splits > 1) {
@@ -119,19 +123,19 @@ template <class S> static __device__ __forceinline__ work begin(const gemm_args 
     return work_of<S>(a, (int)blockIdx.x / blocks, (int)gridDim.x / blocks, tiles - a->tail_tiles);
 }
 
-/* The step of a tile that a block copies first: only with few tokens do tiles of other rows begin
- * with other ones. Both blocks of a pair have the same. */
+/* Returns the step of a tile that a block copies first, the same for both blocks of a pair. Tiles
+ * are staggered only with few tokens. */
 template <class S>
 static __device__ __forceinline__ int first_step_of(const gemm_args *a, const work *w) {
     return a->apart ? first_step(w, place_of<S>(a, w->number, 0).row / ROWS) : w->first;
 }
 
-/* ---- the producers ---- */
+/* ---- token copies ---- */
 
-/* The ring that a producer fills. */
+/* Pipeline that a producer fills. */
 typedef struct {
     uint32_t full, empty; /* barriers of the stages */
-    uint32_t to;          /* the ring */
+    uint32_t to;          /* address of the first stage */
     int stages, rank;
 } producer_pipeline;
 
@@ -162,9 +166,9 @@ produce_tokens(const gemm_args *a, const producer_pipeline *p, const CUtensorMap
     }
 }
 
-/* ---- outputs ---- */
+/* ---- epilogue operands ---- */
 
-/* Asks for what a tile's rows and tokens bring, which arrives by copy_async_wait. */
+/* Starts copies of the scales of a tile's rows and tokens; copy_async_wait waits for them. */
 template <class S>
 static __device__ __forceinline__ void fetch_tile_scales(const gemm_args *a, tile_scales<S> *b,
                                                          const tile_place *at, int group) {
@@ -179,7 +183,7 @@ static __device__ __forceinline__ void fetch_tile_scales(const gemm_args *a, til
     copy_async_commit();
 }
 
-/* Stores `count` outputs of a token, 8 if there are more; in one go where they are `whole`. */
+/* Stores `count` outputs of a token, at most 8; one 16-byte store where they are `whole`. */
 static __device__ __forceinline__ void store_eight(uint16_t *to, int count, bool whole,
                                                    uint4 word) {
     if (whole) {
@@ -192,23 +196,23 @@ static __device__ __forceinline__ void store_eight(uint16_t *to, int count, bool
             to[i] = (uint16_t)((&word.x)[i / 2] >> (i % 2 * 16));
 }
 
-/* Some of the chunks of a tile's tokens. */
+/* Range of chunks of a tile's tokens. */
 typedef struct {
     int first, end;
 } chunks;
 
-/* Products of the NVFP4 GEMM of Hopper for many tokens: a warpgroup turns a unit's codes into
- * operands in registers while the products of the unit before are under way. */
+/* ---- exact mainloop: a warpgroup decodes a unit into operands in registers while the products of
+ * the previous unit are under way ---- */
 
-/* What a thread multiplies. */
+/* Stages as a thread reads them. */
 typedef struct {
     uint32_t full, empty;
     uint64_t x;             /* operand in the first stage */
-    uint32_t codes, scales; /* of its lane, in the first stage */
+    uint32_t codes, scales; /* addresses of this lane, in the first stage */
     int stages;
 } consumer_pipeline;
 
-/* A unit's operand of a thread, 4 registers for each group of 16 columns. */
+/* Operand of a unit in a thread: 4 registers for each group of 16 columns. */
 typedef struct {
     uint32_t group[MOQ_PACK_GROUPS][4];
 } operand_unit;
@@ -224,7 +228,7 @@ static __device__ __forceinline__ void release(const consumer_pipeline *t,
     warp_releases<S::pair>(t->empty + 8u * slot->index, S::pair ? rank_in_cluster() & ~1u : 0);
 }
 
-/* Waits for a stage and makes the operand of its unit. */
+/* Waits for a stage and decodes its unit. */
 template <class S>
 static __device__ __forceinline__ void decode(const consumer_pipeline *t,
                                               const pipeline_state *slot, operand_unit *o) {
@@ -255,7 +259,7 @@ static __device__ __forceinline__ void issue(const consumer_pipeline *t, const p
     wgmma_commit();
 }
 
-/* Queues the products of a stage behind those of the one before, whose end it waits for. */
+/* Issues the products of a stage, then waits for those of the stage before and releases it. */
 template <class S>
 static __device__ __forceinline__ void follow(const consumer_pipeline *t, pipeline_state *slot,
                                               pipeline_state *before, bool first,
@@ -269,7 +273,7 @@ static __device__ __forceinline__ void follow(const consumer_pipeline *t, pipeli
     advance(slot, t->stages);
 }
 
-/* Adds the products of a tile's steps. */
+/* Adds the products of a tile's steps to the sums. */
 template <class S>
 static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int steps,
                                                 pipeline_state *slot, float (&sum)[S::T / 2]) {
@@ -292,21 +296,20 @@ static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int 
     release<S>(t, &before);
 }
 
-/* Sums of a tile of the NVFP4 GEMM of Hopper for many tokens whose K several blocks share, brought
- * together by way of the L2. Sent from block to block of a cluster they take as long
- * (docs/lab/nvfp4-prefill.md).
+/* ---- partial sums of tiles whose K several blocks share, exchanged through the L2: sent from
+ * block to block of a cluster they take as long (docs/lab/nvfp4-prefill.md)
  *
- * Two ways. The blocks of a cluster have a part each: every one hands over what it does not own and
- * adds to some of the tokens what the others have. Or shares of the work are even, so that a block
- * may have the first steps of a tile and another the last, which adds all of the tile's sums. Sums
- * are [blocks] [warpgroups][eights of tokens][threads], always added in the same order. */
+ * Split-K: the blocks of a cluster have a split each; every block stores the sums that it does not
+ * own and adds the others' to those it owns. Stream-K: a block may have the first steps of a tile
+ * and a later one the last, which adds all of the tile's sums. Partial sums are
+ * [blocks][warpgroups][eights of tokens][threads], always added in one order. ---- */
 
 template <class S>
 static __device__ __forceinline__ float4 *sums_of(const gemm_args *a, int block, int group) {
     return a->handed + (int64_t)(block * 2 + group) * (S::T / 8 * 128) + threadIdx.x % 128;
 }
 
-/* Hands over all sums but a block's own. */
+/* Stores all sums but those that the block owns. */
 template <class S>
 static __device__ __forceinline__ void hand_over(float4 *to, const float (&sum)[S::T / 2],
                                                  chunks own) {
@@ -317,7 +320,7 @@ static __device__ __forceinline__ void hand_over(float4 *to, const float (&sum)[
                    make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
 }
 
-/* Adds another's to a block's own. */
+/* Adds another block's sums to those that this one owns. */
 template <class S>
 static __device__ __forceinline__ void add(const float4 *from, float (&sum)[S::T / 2], chunks own) {
     constexpr int AT_ONCE = 16;
@@ -342,9 +345,9 @@ static __device__ __forceinline__ void add(const float4 *from, float (&sum)[S::T
     }
 }
 
-/* ---- the parts of a cluster ---- */
+/* ---- split-K ---- */
 
-/* The tokens that a part adds up. */
+/* Returns the chunks of tokens that a split adds up. */
 template <class S> static __device__ __forceinline__ chunks chunks_of(int split, int splits) {
     constexpr int ALL = S::T / CHUNK;
     return {(split * ALL + splits - 1) / splits, ((split + 1) * ALL + splits - 1) / splits};
@@ -364,14 +367,14 @@ static __device__ __forceinline__ chunks add_splits(const gemm_args *a, int grou
     return own;
 }
 
-/* ---- even shares ---- */
+/* ---- stream-K tail ---- */
 
 static __device__ __forceinline__ uint64_t *flag_of(const gemm_args *a, int block, int group) {
     return a->ready + block * 2 + group;
 }
 
-/* Hands over all sums. A warp of the block announces it, so that the warpgroup does not wait until
- * they are in memory. */
+/* Stores all sums. A warp of its own announces them, so that the warpgroup need not wait until they
+ * are in memory. */
 template <class S>
 static __device__ __forceinline__ void store_partial_sums(const gemm_args *a, int group,
                                                           const float (&sum)[S::T / 2]) {
@@ -379,7 +382,7 @@ static __device__ __forceinline__ void store_partial_sums(const gemm_args *a, in
     barrier_arrive(4 + group, 128 + 32);
 }
 
-/* The warp that announces a block's sums. */
+/* Announces a block's partial sums when they are stored, in a warp of its own. */
 template <class S> static __device__ __forceinline__ void announce(const gemm_args *a, int group) {
     for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         if (w.end == a->steps)
@@ -390,7 +393,7 @@ template <class S> static __device__ __forceinline__ void announce(const gemm_ar
     }
 }
 
-/* Adds the sums of the tile's steps before this block's, those of the blocks before, from the last
+/* Adds the partial sums of the tile's earlier steps, of the blocks before this one, from the last
  * to the first. */
 template <class S>
 static __device__ __forceinline__ void add_partial_sums(const gemm_args *a, const work *w,
@@ -403,22 +406,19 @@ static __device__ __forceinline__ void add_partial_sums(const gemm_args *a, cons
         add<S>(sums_of<S>(a, (int)blockIdx.x - i * blocks, group), sum, {0, S::T / CHUNK});
 }
 
-/* Outputs of the NVFP4 kernels of Hopper for many tokens. Outputs of a tile wait in shared
- * memory, and the copy engine takes them out under the products of the next one: all blocks have
- * outputs at about the same time, so that the L2 bounds how fast they leave
- * (docs/lab/nvfp4-prefill.md).
- *
- * A warpgroup has 64 rows of a tile, a chunk of tokens after the other, 128 bytes a token in the
- * 128-byte swizzle. */
+/* ---- epilogue: outputs are staged in shared memory and leave by bulk tensor stores under the
+ * products of the next tile. All blocks have outputs at about the same time, so that the L2 bounds
+ * how fast they leave (docs/lab/nvfp4-prefill.md). A warpgroup has 64 rows of a tile, chunk after
+ * chunk of tokens, 128 bytes a token in the 128-byte swizzle ---- */
 
-#define TOGETHER 2 /* chunks that leave at a time */
+#define TOGETHER 2 /* chunks stored at once */
 
 typedef struct {
-    const CUtensorMap *map; /* of y, in boxes of a chunk by 64 rows, where it can have one */
-    uint32_t room;          /* of the warpgroup, S::rooms chunks */
+    const CUtensorMap *map; /* map of y in boxes of a chunk by 64 rows, if y can have one */
+    uint32_t room;          /* staged outputs of the warpgroup, S::rooms chunks */
 } output_path;
 
-/* What a row's sums are scaled by. */
+/* Returns what a row's sums are scaled by. */
 template <class S>
 static __device__ __forceinline__ float factor_of(const tile_scales<S> *b, int row) {
     if (!S::quantized)
@@ -426,7 +426,7 @@ static __device__ __forceinline__ float factor_of(const tile_scales<S> *b, int r
     return b->factor[row] * moq_unfold(b->fold[row]);
 }
 
-/* Scales and rounds a chunk, whose tokens have the scales at `x`. */
+/* Scales, rounds and stages a chunk, whose tokens have their scales at `x`. */
 template <class S>
 static __device__ __forceinline__ void
 stage_outputs(const gemm_args *a, uint32_t room, const float *x, const float *sum,
@@ -454,7 +454,7 @@ stage_outputs(const gemm_args *a, uint32_t room, const float *x, const float *su
     }
 }
 
-/* Writes parked chunks of a tile where y's addresses forbid the copy engine. */
+/* Stores staged chunks of a tile without the copy engine, where y is not aligned for it. */
 static __device__ __forceinline__ void store_staged(const gemm_args *a, uint32_t room,
                                                     const tile_place *at, int row, chunks part) {
     int thread = threadIdx.x % 128, n = row + thread % 8 * 8;
@@ -467,8 +467,8 @@ static __device__ __forceinline__ void store_staged(const gemm_args *a, uint32_t
     }
 }
 
-/* Writes the outputs of a warpgroup's rows of a tile. Its first thread waits for
- * store_boxes_wait() before the block ends. */
+/* Writes the outputs of a warpgroup's rows of a tile. The first thread must call store_boxes_wait()
+ * before the block ends. */
 template <class S>
 static __device__ __forceinline__ void write_boxes(const gemm_args *a, const output_path *path,
                                                    const tile_scales<S> *b, const tile_place *at,
@@ -478,7 +478,7 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const out
     float factor[2], bias[2];
     copy_async_wait<0>();
     if (thread == 0)
-        store_boxes_wait(); /* the tile before has left */
+        store_boxes_wait(); /* the previous tile has left */
     barrier_sync(2 + group, 128);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -492,7 +492,7 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const out
             continue;
         if (chunk >= S::rooms && chunk % TOGETHER == 0) {
             if (thread == 0)
-                store_boxes_wait(); /* chunks of this tile have left */
+                store_boxes_wait(); /* earlier chunks of this tile have left */
             barrier_sync(2 + group, 128);
         }
         stage_outputs<S>(a, path->room + chunk % S::rooms * TURN_BYTES,
@@ -501,7 +501,8 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const out
         if ((chunk + 1) % TOGETHER != 0 && chunk + 1 != part.end)
             continue;
         chunks some = {max(chunk - chunk % TOGETHER, part.first), chunk + 1};
-        uint32_t room = path->room - chunk / S::rooms * (S::rooms * TURN_BYTES); /* of the first */
+        uint32_t room =
+            path->room - chunk / S::rooms * (S::rooms * TURN_BYTES); /* room of the first chunk */
         fence_async_proxy();
         barrier_sync(2 + group, 128);
         if (!a->boxed)
