@@ -6,15 +6,15 @@
  * says
  *
  *   args                          the kernel's arguments: m, n, steps, row_tiles, columns, and what
- *                                 the functions below read of them
- *   weight_rows                   rows of W in a block's tile
- *   tile_tokens(args)             tokens in a block's tile
+ *                                 the functions below read of them;
+ *   weight_rows                   rows of W in a block's tile;
+ *   tile_tokens(args)             tokens in a block's tile;
  *   split_k                       whether the blocks of a cluster share K of a tile; the grid is
- *                                 then [tokens][rows of W][splits], which takes no division
- *   pair                          whether two blocks have neighbouring tiles
- *   share_tokens, share_weights   the operand that both blocks of a pair read
- *   stream_k                      whether all workers share the steps of the last tiles evenly
- *   staggered                     whether tiles of different rows begin with different steps
+ *                                 then [tokens][rows of W][splits], which takes no division;
+ *   pair                          whether two blocks have neighbouring tiles;
+ *   share_tokens, share_weights   the operand that both blocks of a pair read;
+ *   stream_k                      whether all workers share the steps of the last tiles evenly;
+ *   staggered                     whether tiles of different rows begin with different steps.
  *
  * What bounds it: a block finds its first tile before its first copy, and the producer each later
  * one between two steps, so divisions are few. */
