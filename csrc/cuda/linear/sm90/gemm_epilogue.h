@@ -3,7 +3,10 @@
  * The shape S of a tile says: T columns of the product; row_groups warpgroups with 64 (or WAVES
  * times 64) rows each, times k_groups that split the steps of K; tokens_first, whether tokens are
  * the rows; row_factors and token_factors, which scales outputs have; and args, the kernel's
- * arguments with m, n, out, output_scale, x_scale, per_token and the offsets of the smem layout. */
+ * arguments with m, n, out, output_scale, x_scale, per_token and the offsets of the smem layout.
+ *
+ * What bounds it: with few tokens the exchange of sums between blocks, about a microsecond; with
+ * many the L2, which takes all blocks' outputs at about the same time (docs/lab/fp8-prefill.md). */
 #ifndef MOQ_CUDA_LINEAR_SM90_GEMM_EPILOGUE_H
 #define MOQ_CUDA_LINEAR_SM90_GEMM_EPILOGUE_H
 

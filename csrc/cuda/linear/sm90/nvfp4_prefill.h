@@ -18,7 +18,6 @@
 #include "cuda/device/nvfp4_fold.h"
 #include "cuda/device/ptx.h"
 #include "cuda/device/wgmma.h"
-#include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/sm90/gemm_scheduler.h"
 
 namespace moq::nvfp4_prefill {
