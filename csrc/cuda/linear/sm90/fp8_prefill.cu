@@ -198,8 +198,7 @@ template <class S> struct row_worker {
     band_place band;
     own_tile<S> next;
     tile_terms<S> terms;
-    bool
-        staged; /* the last wave of the previous tile is not yet written; its place and operands: */
+    bool staged; /* the last wave of the tile before is not yet written; its place and operands: */
     tile_place place_before;
     tile_terms<S> terms_before;
 };

@@ -286,8 +286,9 @@ static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int 
  * they need of a thread's rows, P::fetch loads it, P::multiply adds steps to the sums, and
  * P::complete puts what products leave out into the scales of the outputs ---- */
 
-/* Returns a number that is the same in all of a warp, hidden from the compiler. Otherwise it passes
- * operands whose stage depends on the number through two registers, a fifth of the instructions. */
+/* Returns a number that is the same in all of a warp so that the compiler knows it. Otherwise it
+ * passes operands whose stage depends on the number through two registers, a fifth of the
+ * instructions. */
 static __device__ __forceinline__ int same_in_warp(int number) {
     return __reduce_max_sync(0xffffffffu, number);
 }
