@@ -84,7 +84,7 @@ static __device__ __forceinline__ mma_place place_of(int64_t index, int64_t toke
 /* ---- split-K ---- */
 
 /* Adds the sums of all shares of K to those of share 0, in order, in each of its THREADS threads.
- * Every thread of the block must be done with `memory`. */
+ * `memory` may be a pipeline that the block's threads have read before the call. */
 template <int COUNT, int THREADS, int SHARES>
 static __device__ __forceinline__ void add_shares(float *sum, float *memory, int share) {
     int thread = threadIdx.x % THREADS;
