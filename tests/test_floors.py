@@ -18,6 +18,7 @@ BELOW = {  # what a file of each floor may include, besides system headers
 PYTHON_HEADERS = {"Python.h", "numpy/arrayobject.h", "structmember.h"}
 FRAMEWORKS = {"torch", "jax", "tensorflow", "transformers", "vllm", "sglang", "modelopt", "cupy"}
 MAX_LINES = 800
+MAX_LINES_OF_A_KERNEL = 1500
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
 C_FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".c", ".h", ".cu", ".cuh"})
@@ -165,7 +166,7 @@ def test_choices_are_made_without_cuda():
 
 
 SEARCH = re.compile(  # what compares configs, as csrc/cuda/choice names it
-    r"\bmoq_(?:cuda|cublaslt)\w*_(?:seconds|choose)\b|\bmoq_cuda_\w+_variants\b|\bmoq_\w+_find_\w*(?:way|config)\b"
+    r"\bmoq_(?:cuda|cublaslt)\w*_(?:seconds|choose)\b|\bmoq_cuda_\w+_variants\b|\bmoq_\w+_find_\w*config\b"
 )
 
 
@@ -324,8 +325,13 @@ def test_files_that_are_named_exist():
 
 def test_files_are_short():
     files = [*OWN_FILES, *PYTHON_FILES, *FRAMEWORK_FILES, ROOT / "setup.py"]
-    lines = {name(path): len(read(path).splitlines()) for path in files}
-    assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}
+    too_long = {}
+    for path in files:
+        is_kernel = path.suffix == ".cu" and path.is_relative_to(CSRC / "cuda")
+        lines = len(read(path).splitlines())
+        if lines > (MAX_LINES_OF_A_KERNEL if is_kernel else MAX_LINES):
+            too_long[name(path)] = lines
+    assert too_long == {}
 
 
 def test_the_package_imports_no_framework_and_nothing_above_it():

@@ -1,4 +1,4 @@
-/* Ways to do the FP8 linear for a few tokens on Hopper (sm90_fp8_decode.cu). */
+/* Ways to do the FP8 linear for a few tokens on Hopper (fp8_decode.cu). */
 #ifndef MOQ_CUDA_CHOICE_FP8_DECODE_H
 #define MOQ_CUDA_CHOICE_FP8_DECODE_H
 

@@ -1,4 +1,4 @@
-/* Ways to do the FP8 GEMM of Hopper (sm90_fp8_prefill.cu): its shapes of tiles, and how a call is
+/* Ways to do the FP8 GEMM of Hopper (fp8_prefill.cu): its shapes of tiles, and how a call is
  * shared out in tiles of a shape. */
 #ifndef MOQ_CUDA_CHOICE_FP8_PREFILL_H
 #define MOQ_CUDA_CHOICE_FP8_PREFILL_H

@@ -22,7 +22,7 @@ typedef enum {
     MOQ_SPLIT_K_WARPGROUPS
 } moq_sharing;
 
-/* Tiles whose steps all workers share evenly (sm90_schedule.h): those of the last two rounds,
+/* Tiles whose steps all workers share evenly (gemm_scheduler.h): those of the last two rounds,
  * and who has a step of them. Where that idles a sixteenth of them at most, a tile has workers of
  * its own: none has steps of two tiles, whose sums it would hand over and take
  * (docs/lab/nvfp4-medium.md). */

@@ -1,4 +1,4 @@
-/* Ways to do the NVFP4 linear for a few tokens on Hopper (sm90_nvfp4_decode.cu): how rows, K and
+/* Ways to do the NVFP4 linear for a few tokens on Hopper (nvfp4_decode.cu): how rows, K and
  * shared memory are shared out. */
 #ifndef MOQ_CUDA_CHOICE_NVFP4_DECODE_H
 #define MOQ_CUDA_CHOICE_NVFP4_DECODE_H

@@ -1,4 +1,4 @@
-/* Ways to do the NVFP4 GEMM with FP8 products of many tokens of Hopper (sm90_nvfp4_fp8_prefill.cu):
+/* Ways to do the NVFP4 GEMM with FP8 products of many tokens of Hopper (nvfp4_fp8_prefill.cu):
  * its shapes of tiles, and how a call is shared out in tiles of a shape. */
 #ifndef MOQ_CUDA_CHOICE_NVFP4_FP8_H
 #define MOQ_CUDA_CHOICE_NVFP4_FP8_H

@@ -1,5 +1,5 @@
 /* Ways to do the NVFP4 GEMMs of Hopper for some dozens to some hundreds of tokens, of exact
- * products (sm90_nvfp4_medium.cu) and of FP8 ones (sm90_nvfp4_fp8_medium.cu): their shapes of
+ * products (nvfp4_medium.cu) and of FP8 ones (nvfp4_fp8_medium.cu): their shapes of
  * tiles, how a call is shared out in tiles of a shape, and what lies where in shared memory. */
 #ifndef MOQ_CUDA_CHOICE_NVFP4_MEDIUM_H
 #define MOQ_CUDA_CHOICE_NVFP4_MEDIUM_H

@@ -1,4 +1,4 @@
-/* Ways to do the NVFP4 GEMM of many tokens of Hopper (sm90_nvfp4_prefill.cu): its shapes of tiles,
+/* Ways to do the NVFP4 GEMM of many tokens of Hopper (nvfp4_prefill.cu): its shapes of tiles,
  * and how a call is shared out in tiles of a shape. */
 #ifndef MOQ_CUDA_CHOICE_NVFP4_PREFILL_H
 #define MOQ_CUDA_CHOICE_NVFP4_PREFILL_H

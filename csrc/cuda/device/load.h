@@ -1,8 +1,9 @@
-/* What kernels share on the device, of linears and on tensors: rows of activations 16 values at a
- * time, their FP8 codes and scales, outputs with their bias, and the partitions of a layer.
+/* Loads, quantization and stores that device code of linears and tensors shares: rows of
+ * activations 16 values at a time, FP8 codes and scales, outputs with bias, and partitions of a
+ * layer.
  *
  * The arithmetic is that of cpu/cpu_quantize.h, operation for operation, so that codes and scales
- * are the same bits on both. */
+ * have the same bits on both. */
 #ifndef MOQ_CUDA_DEVICE_LOAD_H
 #define MOQ_CUDA_DEVICE_LOAD_H
 
@@ -21,16 +22,16 @@ namespace moq {
 
 typedef struct {
     const void *data;
-    int64_t stride; /* elements from row to row; values of a row follow each other */
+    int64_t stride; /* elements from row to row; the values of a row are contiguous */
     moq_dtype dtype;
 } moq_rows;
 
-/* 16 values as they are in memory; 16-bit ones fill half of it. */
+/* Chunk of 16 values as stored in memory; 16-bit values fill half of it. */
 typedef struct {
     uint4 word[4];
 } moq_chunk;
 
-/* Values column to column + 15 of a row, at an address that is a multiple of 16. */
+/* Loads values column to column + 15 of a row, from an address that is a multiple of 16. */
 static __device__ __forceinline__ moq_chunk moq_load_chunk(const moq_rows *x, int64_t row,
                                                            int column) {
     moq_chunk chunk;
@@ -79,7 +80,8 @@ static __device__ __forceinline__ float moq_load_one(const void *data, int64_t a
     return __half2float(((const __half *)data)[at]);
 }
 
-/* Values column to column + 15 of a row at an address that is a multiple of 16, zeros from k on. */
+/* Loads values column to column + 15 of a row from an address that is a multiple of 16, zeros from
+ * k on. */
 static __device__ __forceinline__ void
 moq_load_values(const moq_rows *x, int64_t row, int64_t column, int64_t k, float (&value)[16]) {
     if (column + 16 <= k) {
@@ -95,7 +97,7 @@ moq_load_values(const moq_rows *x, int64_t row, int64_t column, int64_t k, float
 
 /* ---- amax and scales ---- */
 
-/* The largest magnitude's bits; NaN is above all others. */
+/* Returns the bits of the largest magnitude; NaN is above all others. */
 template <int N> static __device__ __forceinline__ uint32_t moq_amax_bits(const float (&value)[N]) {
     uint32_t most = 0;
 #pragma unroll
@@ -104,7 +106,8 @@ template <int N> static __device__ __forceinline__ uint32_t moq_amax_bits(const 
     return most;
 }
 
-/* moq_amax_bits of a chunk as it is stored, `wide` for float32; 16-bit values two at a time. */
+/* Returns moq_amax_bits of a stored chunk, `wide` for float32; 16-bit values are compared two at a
+ * time. */
 static __device__ __forceinline__ uint32_t moq_chunk_amax_bits(const moq_chunk *chunk, bool wide,
                                                                moq_dtype dtype) {
     uint32_t most = 0;
@@ -116,14 +119,14 @@ static __device__ __forceinline__ uint32_t moq_chunk_amax_bits(const moq_chunk *
     return wide ? most : __float_as_uint(moq_widen_pair(max(most & 0xffffu, most >> 16), dtype).x);
 }
 
-/* The largest of the bits of `lanes` neighbours, a power of two. */
+/* Returns the largest bits of `lanes` neighbouring lanes, a power of two. */
 static __device__ __forceinline__ uint32_t moq_max_of_lanes(uint32_t bits, int lanes) {
     for (int i = 1; i < lanes; i *= 2)
         bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, i));
     return bits;
 }
 
-/* a, or `least` where a is smaller; NaN stays. */
+/* Returns a, or `least` where a is smaller; NaN stays. */
 static __device__ __forceinline__ float moq_at_least(float a, float least) {
     return a < least ? least : a;
 }
@@ -150,9 +153,9 @@ static __device__ __forceinline__ uint32_t moq_e4m3_pair(float low, float high) 
     return code;
 }
 #else
-/* The code of a value as cvt.rn.satfinite finds it, for chips that have none: from 2^-6 on a
- * float's bits rounded to three of significand, below that multiples of 2^-9, which is what a float
- * of 2^14 is rounded to. */
+/* Returns the code that cvt.rn.satfinite gives, for chips without it. From 2^-6 on, a float's bits
+ * are rounded to three of significand; below, values are multiples of 2^-9, to which adding 2^14
+ * rounds. */
 static __device__ __forceinline__ uint32_t moq_e4m3_code(float value) {
     float magnitude = fminf(fabsf(value), 448.0f);
     uint32_t bits = __float_as_uint(magnitude);
@@ -176,7 +179,7 @@ static __device__ __forceinline__ uint4 moq_e4m3_codes(const float (&value)[16])
                       moq_e4m3_word(value + 12));
 }
 
-/* e4m3(value * factor) */
+/* Returns e4m3(value * factor). */
 static __device__ __forceinline__ uint4 moq_codes_multiplied(float (&value)[16], float factor) {
 #pragma unroll
     for (int i = 0; i < 16; i++)
@@ -184,9 +187,9 @@ static __device__ __forceinline__ uint4 moq_codes_multiplied(float (&value)[16],
     return moq_e4m3_codes(value);
 }
 
-/* value / scale, rounded as by division. Where both are ordinary numbers it is a product with the
- * reciprocal, corrected once by the exact remainder (signs such that a zero keeps its own);
- * `ordinary` says so, and that no quotient is beyond 1e38. */
+/* Divides values by a scale, rounded as a division. If scale and values are `ordinary`, and no
+ * quotient is beyond 1e38, it multiplies by the reciprocal and corrects once by the exact
+ * remainder, with signs such that a zero keeps its own. */
 template <int N>
 static __device__ __forceinline__ void moq_divide(float (&value)[N], float scale, bool ordinary) {
     if (ordinary) {
@@ -203,8 +206,8 @@ static __device__ __forceinline__ void moq_divide(float (&value)[N], float scale
         value[i] = __fdiv_rn(value[i], scale);
 }
 
-/* e4m3(value / scale), for scales of moq_token_scale and moq_group_scale: no quotient is far beyond
- * 448 then. */
+/* Returns e4m3(value / scale) for scales of moq_token_scale and moq_group_scale, for which no
+ * quotient is far beyond 448. */
 static __device__ __forceinline__ uint4 moq_codes_divided(float (&value)[16], float scale) {
     moq_divide(value, scale, scale > 1e-12f && scale < 1e30f);
     return moq_e4m3_codes(value);
@@ -220,7 +223,7 @@ typedef struct {
     const void *bias; /* [N], or NULL */
 } moq_output;
 
-/* Two outputs of 16 bits, rounded to nearest even; the first is in the lower half. */
+/* Packs two outputs of 16 bits, rounded to nearest even; the first is in the lower half. */
 static __device__ __forceinline__ uint32_t moq_narrow_pair(moq_dtype dtype, float low, float high) {
     uint32_t word;
     if (dtype == MOQ_DT_BF16) {
@@ -233,7 +236,7 @@ static __device__ __forceinline__ uint32_t moq_narrow_pair(moq_dtype dtype, floa
     return word;
 }
 
-/* Exchanges words among four neighbours: lane i of them gets word i of all. */
+/* Exchanges words among four neighbouring lanes: lane i gets word i of each. */
 static __device__ __forceinline__ uint4 moq_exchange_words(uint4 w, int lane) {
     uint32_t a = __shfl_xor_sync(0xffffffffu, lane & 1 ? w.x : w.y, 1);
     uint32_t b = __shfl_xor_sync(0xffffffffu, lane & 1 ? w.z : w.w, 1);
@@ -243,12 +246,12 @@ static __device__ __forceinline__ uint4 moq_exchange_words(uint4 w, int lane) {
     return lane & 2 ? make_uint4(a, b, w.z, w.w) : make_uint4(w.x, w.y, a, b);
 }
 
-/* The bias of a column, 0 where there is none. */
+/* Returns the bias of a column, 0 without one. */
 static __device__ __forceinline__ float moq_load_bias(const moq_output *out, int n) {
     return out->bias ? moq_load_one(out->bias, n, out->bias_dtype) : 0.0f;
 }
 
-/* y[m, n] = round(value + bias), where there is a bias */
+/* Stores y[m, n] = round(value + bias). */
 static __device__ __forceinline__ void moq_store_output(const moq_output *out, int64_t m, int n,
                                                         float value, float bias) {
     int64_t at = m * out->stride + n;
@@ -262,7 +265,7 @@ static __device__ __forceinline__ void moq_store_output(const moq_output *out, i
         ((__half *)out->data)[at] = __float2half_rn(value);
 }
 
-/* ---- what a call has, for kernels ---- */
+/* ---- a call's tensors for kernels ---- */
 
 static inline moq_rows moq_rows_of(const moq_tensor *x) {
     moq_rows rows = {x->data, x->stride[0], x->dtype};
@@ -277,13 +280,14 @@ static inline moq_output moq_output_of(const moq_linear_call *call) {
 
 /* ---- partitions ---- */
 
-/* Where the fused layers end, and at which row of 128 x 128 block scales each begins. */
+/* Partitions of a fused layer: the row at which each ends, and its first row of 128 x 128 block
+ * scales. */
 typedef struct {
     int end[MOQ_MAX_PARTITIONS];
     int first_block[MOQ_MAX_PARTITIONS];
 } moq_partitions;
 
-/* The row where each partition begins a new block. */
+/* Returns a row's number where each partition is padded to whole blocks of 128 rows. */
 static __device__ __forceinline__ int64_t moq_padded_row(const moq_partitions *p, int partition,
                                                          int row) {
     int begin = partition ? p->end[partition - 1] : 0;
@@ -306,12 +310,12 @@ static inline moq_partitions moq_partitions_of(const moq_linear_spec *spec) {
     return p;
 }
 
-/* The rows [begin, end) of W of a tile, all of one partition. */
+/* Rows [begin, end) of W of a tile, all in one partition. */
 typedef struct {
     int begin, end, partition;
 } moq_tile;
 
-/* Tile `index` where every partition begins a new one and has a tile for each `rows` rows. */
+/* Returns tile `index`, where each partition has tiles of its own, one for every `rows` rows. */
 static __device__ __forceinline__ moq_tile moq_find_tile(const moq_partitions *p, int count,
                                                          int64_t index, int rows) {
     moq_tile t = {0, 0, 0};

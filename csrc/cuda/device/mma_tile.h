@@ -1,6 +1,6 @@
-/* What the kernels of products of warps (mma.sync) share: rows of 128 bytes that threads copy to a
- * ring in shared memory and ldmatrix reads without bank conflicts, the order in which blocks take
- * tiles, and sums that warps share. From sm_80 on. */
+/* Building blocks of kernels on mma.sync, from sm_80 on: copies of 128-byte rows to a pipeline in
+ * shared memory that ldmatrix reads without bank conflicts, the order of a grid's tiles, and sums
+ * of warps that split K. */
 #ifndef MOQ_CUDA_DEVICE_MMA_TILE_H
 #define MOQ_CUDA_DEVICE_MMA_TILE_H
 
@@ -9,22 +9,24 @@
 namespace moq {
 
 #define MMA_ROW   128 /* bytes of a row of a step in shared memory */
-#define MMA_PANEL 8   /* tiles of rows of x that meet the same rows of W one after the other */
+#define MMA_PANEL 8   /* tiles of x that meet the same rows of W one after the other */
 
-/* ---- rows in shared memory: their 16-byte parts in the order part ^ (row % 8) ---- */
+/* ---- rows in shared memory: the 16-byte parts of a row lie in the order part ^ (row % 8) ---- */
 
-/* Where a 16-byte part of a row lies in it, for the lane that names row lane % 8 to ldmatrix. */
+/* Returns the offset of a 16-byte part in its row, for the lane that names row lane % 8 to
+ * ldmatrix. */
 static __device__ __forceinline__ uint32_t part_at(int part, int lane) {
     return (uint32_t)((part ^ lane % 8) * 16);
 }
 
-/* What a thread copies of ROWS rows each step: BLOCKS times 128 bytes of each, block by block. Only
- * addresses change from step to step, so that a copy costs five instructions: with few rows it is
- * these that bound a kernel. What lies beyond the ends becomes zeros. */
+/* Copies of a thread from ROWS rows each step: BLOCKS times 128 bytes of each, block by block,
+ * zeros beyond the ends. Only addresses change from step to step, so that a copy costs five
+ * instructions; these bound a kernel with few rows. */
 template <int ROWS, int BLOCKS, int THREADS> struct row_copies {
-    static constexpr int PARTS = MMA_ROW / 16, BLOCK = ROWS * PARTS; /* copies of a row, a block */
+    static constexpr int PARTS = MMA_ROW / 16,
+                         BLOCK = ROWS * PARTS; /* copies of a row, and of a block */
     static constexpr int COUNT = BLOCKS * BLOCK / THREADS;
-    /* copies that a thread has in a block, or blocks of one copy of all threads */
+    /* copies of a thread within a block, or blocks covered by one copy of all threads */
     static constexpr int DOWN = BLOCK > THREADS ? BLOCK / THREADS : 1;
     static constexpr int ACROSS = BLOCK < THREADS ? THREADS / BLOCK : 1;
     static_assert(COUNT * THREADS == BLOCKS * BLOCK && THREADS % (8 * PARTS) == 0,
@@ -32,14 +34,14 @@ template <int ROWS, int BLOCKS, int THREADS> struct row_copies {
 
     const uint8_t *from;
     int64_t down;   /* bytes to the rows of the next copy */
-    int part, rows; /* the part of a row that is this thread's, and rows from its first on */
-    int parts;      /* that there are in a row from this step on */
+    int part, rows; /* this thread's part of a row, and rows from its first row on */
+    int parts;      /* parts left in a row from this step on */
 
-    /* Of `rows` rows, `stride` bytes apart and of so many bytes, from byte `at` on; all three are
+    /* Copies `rows` rows of `bytes` bytes, `stride` bytes apart, from byte `at` on; all three are
      * multiples of 16. */
     __device__ __forceinline__ row_copies(const uint8_t *data, int64_t stride, int64_t bytes,
                                           int rows, int64_t at) {
-        int index = (int)threadIdx.x % BLOCK, row = index / PARTS; /* of its first copy */
+        int index = (int)threadIdx.x % BLOCK, row = index / PARTS; /* row of its first copy */
         part = (int)threadIdx.x / BLOCK * PARTS + index % PARTS;
         from = data + row * stride + at + part * 16;
         down = THREADS / PARTS * stride;
@@ -48,7 +50,7 @@ template <int ROWS, int BLOCKS, int THREADS> struct row_copies {
     }
 
     __device__ __forceinline__ void copy(uint32_t to) {
-        int row = (int)threadIdx.x / PARTS; /* counting those of all blocks */
+        int row = (int)threadIdx.x / PARTS; /* row counted over all blocks */
         to += row * MMA_ROW + part_at((int)threadIdx.x % PARTS, row);
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
@@ -64,8 +66,8 @@ template <int ROWS, int BLOCKS, int THREADS> struct row_copies {
 
 /* ---- tiles ---- */
 
-/* The block's place: panels of tiles of x, in each all of W, so that what blocks of one time read
- * is near. */
+/* Tile of a block: the grid goes through panels of tiles of x, and in each through all of W, so
+ * that concurrent blocks read from the L2. */
 typedef struct {
     int64_t token, weight;
 } mma_place;
@@ -79,10 +81,10 @@ static __device__ __forceinline__ mma_place place_of(int64_t index, int64_t toke
     return p;
 }
 
-/* ---- sums ---- */
+/* ---- split-K ---- */
 
-/* The sums of the THREADS threads of share 0 become those of all shares, in their order, by way of
- * memory that everybody has read. */
+/* Adds the sums of all shares of K to those of share 0, in order, in each of its THREADS threads.
+ * `memory` may be a pipeline that the block's threads have read before the call. */
 template <int COUNT, int THREADS, int SHARES>
 static __device__ __forceinline__ void add_shares(float *sum, float *memory, int share) {
     int thread = threadIdx.x % THREADS;

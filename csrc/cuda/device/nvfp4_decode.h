@@ -1,28 +1,27 @@
-/* NVFP4 weights of the packed layout (core/nvfp4_packed.h) as 16-bit operands of matrix products:
- * the register decoder that all kernels of that layout share.
+/* Register decoder of packed NVFP4 weights (core/nvfp4_packed.h): a word becomes 16-bit operands of
+ * matrix products.
  *
- * A word holds 8 weights of a group, the m16k16 fragment of a lane: pairs 0 and 2 are of row g, 1
- * and 3 of row g + 8. A pair's sign and magnitude go to where bfloat16 has its sign, the last two
- * bits of its exponent and the first of its fraction: that is e2m1 * 2^-126 exactly, 0.5 included,
- * which is subnormal. A block scale's byte, shifted by 4, is scale * 2^-120 exactly, and times
- * 2^127 and 2^112 it is scale * 2^119. The product is weight * 2^-7, of six significant bits:
- * exact. In float16 they are e2m1 * 2^-14, scale * 2^7, and again weight * 2^-7, at least 2^-17:
- * exact.
+ * A word holds 8 weights of a group, the m16k16 fragment of a lane: pairs 0 and 2 belong to row g,
+ * 1 and 3 to row g + 8. A pair's sign and magnitude move to the sign, the last two bits of the
+ * exponent and the first of the fraction of bfloat16: that is e2m1 * 2^-126 exactly, 0.5 included,
+ * which is subnormal. A block scale's byte, shifted by 4, is scale * 2^-120 exactly; times 2^127
+ * and 2^112 it is scale * 2^119. The product is weight * 2^-7 with six significant bits: exact. In
+ * float16 the factors are e2m1 * 2^-14 and scale * 2^7, and the product is again weight * 2^-7, at
+ * least 2^-17: exact.
  *
- * Whoever multiplies gives back MOQ_NVFP4_FACTOR with the factor of the row.
+ * Callers multiply outputs by MOQ_NVFP4_FACTOR, together with the scale of the row.
  *
  * Instructions for 8 weights, from SASS of sm_90a:
  *
- *                LOP3  SHF.R  PRMT  left shifts  HMUL2
- *   bfloat16        6      1     0            3      4
- *   float16         8      0     0            4      4
- *   two scales      0      0     1            1      2   (float16: 1)
+ *                 LOP3  SHF.R  PRMT  left shifts  HMUL2
+ *    bfloat16        6      1     0            3      4
+ *    float16         8      0     0            4      4
+ *    two scales      0      0     1            1      2   (float16: 1)
  *
  * so 0.875 logic operations a weight, 1.0 with scales for every word. A sign and a magnitude that
- * go different ways are masked, multiplied by the sum of two powers and masked again: nothing that
- * is shifted out of a field reaches another. Left shifts are written as multiplications; ptxas
- * makes IMAD.SHL of them, which is another pipe's, or SHF.L where it finds that pipe busier.
- */
+ * move by different distances are masked, multiplied by the sum of two powers and masked again: no
+ * bit shifted out of a field reaches another. Left shifts are written as multiplications; ptxas
+ * makes IMAD.SHL of them, which uses another pipe, or SHF.L where that pipe is busier. */
 #ifndef MOQ_CUDA_DEVICE_NVFP4_DECODE_H
 #define MOQ_CUDA_DEVICE_NVFP4_DECODE_H
 
@@ -33,10 +32,10 @@ namespace moq {
 
 #define MOQ_NVFP4_FACTOR 128.0f
 
-/* What activations are made of. */
+/* Type of the activations. */
 typedef enum { MOQ_NVFP4_BF16, MOQ_NVFP4_F16 } moq_nvfp4_type;
 
-/* Two products, exact wherever they are used here; neither flushes subnormals. */
+/* Multiplies two pairs, exactly for the operands used here; neither type flushes subnormals. */
 template <moq_nvfp4_type TYPE>
 static __device__ __forceinline__ uint32_t moq_nvfp4_multiply(uint32_t a, uint32_t b) {
     uint32_t product;
@@ -53,8 +52,8 @@ static __device__ __forceinline__ uint32_t moq_nvfp4_multiply(uint32_t a, uint32
     return product;
 }
 
-/* The low or the high half of a register, twice. The compiler makes it a part of the multiplication
- * that follows, which it does not of a byte permutation. */
+/* Returns the low or the high half of a register twice. The compiler folds it into the following
+ * multiplication, unlike a byte permutation. */
 static __device__ __forceinline__ uint32_t moq_nvfp4_twice(uint32_t halves, bool high) {
     uint32_t twice;
     if (high)
@@ -76,8 +75,8 @@ static __device__ __forceinline__ uint32_t moq_nvfp4_twice(uint32_t halves, bool
     return twice;
 }
 
-/* The scales of rows g and g + 8, in the low and the high half, from the two neighbouring bytes of
- * a group: those of `bytes` from byte 0 or, where `upper`, from byte 2 on. */
+/* Returns the scales of rows g and g + 8 in the low and the high half, from two neighbouring bytes
+ * of a group: bytes 0 and 1 of `bytes` or, if `upper`, bytes 2 and 3. */
 template <moq_nvfp4_type TYPE>
 static __device__ __forceinline__ uint32_t moq_nvfp4_scales(uint32_t bytes, bool upper) {
     uint32_t apart = __byte_perm(bytes, 0, upper ? 0x4342 : 0x4140);
@@ -87,7 +86,8 @@ static __device__ __forceinline__ uint32_t moq_nvfp4_scales(uint32_t bytes, bool
     return moq_nvfp4_multiply<TYPE>(apart, 0x77807780u);           /* 2^112 */
 }
 
-/* The fields of a word where a 16-bit number has them: e2m1 * 2^-126 or, in float16, * 2^-14. */
+/* Moves the fields of a word to their places in 16-bit numbers: e2m1 * 2^-126 or, in float16, *
+ * 2^-14. */
 template <moq_nvfp4_type TYPE>
 static __device__ __forceinline__ void moq_nvfp4_codes(uint32_t word, uint32_t (&pair)[4]) {
     const uint32_t SIGN = 0x80008000u;
@@ -106,7 +106,7 @@ static __device__ __forceinline__ void moq_nvfp4_codes(uint32_t word, uint32_t (
     }
 }
 
-/* The fragment: weights * 2^-7 from a word and the scales of its rows. */
+/* Decodes a fragment: weights * 2^-7 from a word and the scales of its rows. */
 template <moq_nvfp4_type TYPE>
 static __device__ __forceinline__ void moq_nvfp4_fragment(uint32_t word, uint32_t scales,
                                                           uint32_t (&a)[4]) {

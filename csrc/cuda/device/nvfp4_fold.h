@@ -1,9 +1,9 @@
-/* e4m3 codes from packed NVFP4 weights, for products of FP8.
+/* Folding of packed NVFP4 weights into e4m3 codes, for FP8 products.
  *
  * The code of a weight is e4m3(e2m1 * scale * fold), to the bit that of cpu/cpu_prepare.h, where
- * fold is the row's power of two, or 16 if that is more (moq_used_fold): both products in float16
- * are exact where the code is not 0, having six significant bits and lying between 2^-10 and 448,
- * so that it is rounded once; and they are finite whatever the scale, at most 6 * 448 * 16. */
+ * fold is the row's power of two, at most 16 (moq_used_fold). Products in float16 are exact where
+ * the code is not 0, with six significant bits between 2^-10 and 448, so that a code is rounded
+ * once. They are finite for every scale, at most 6 * 448 * 16. */
 #ifndef MOQ_CUDA_DEVICE_NVFP4_FOLD_H
 #define MOQ_CUDA_DEVICE_NVFP4_FOLD_H
 
@@ -15,13 +15,13 @@
 
 namespace moq {
 
-/* What codes of e4m3 are multiplied by: the row's power of two, or 16 if that is more, as the least
- * product of e2m1 and a scale, 2^-10, is then an ordinary number of e4m3 already. */
+/* Returns the factor of a row's codes: its power of two, at most 16, for which the least product of
+ * e2m1 and a scale, 2^-10, is a normal number of e4m3 already. */
 static __device__ __forceinline__ float moq_used_fold(float fold) {
     return fminf(fold, 16.0f);
 }
 
-/* What outputs of codes of a row are multiplied by: the reciprocal of the power of two, exact. */
+/* Returns the factor of outputs of a row's codes: the reciprocal of the power of two, exact. */
 static __device__ __forceinline__ float moq_unfold(float fold) {
     return __frcp_rn(moq_used_fold(fold));
 }
@@ -39,7 +39,7 @@ static __device__ __forceinline__ uint32_t moq_e4m3_four(uint32_t low, uint32_t 
     return four;
 }
 
-/* Codes of a word's rows g and g + 8, whose scales are in the high or the low halves. */
+/* Folds a word of rows g and g + 8, whose scales are in the high or the low halves. */
 static __device__ __forceinline__ void moq_fold_word(uint32_t word, uint32_t upper, uint32_t lower,
                                                      bool high, uint32_t *a) {
     uint32_t pair[4];
@@ -54,11 +54,10 @@ static __device__ __forceinline__ void moq_fold_word(uint32_t word, uint32_t upp
     a[1] = moq_e4m3_four(pair[1], pair[3]);
 }
 
-/* The scales of two groups times the powers of two of their rows, row g's first, from their bytes:
- * of two groups those of row g are even ones, those of row g + 8 odd. `folds` are 256 times the
- * powers of two in float16, where a byte is scale / 256. Of any byte the last seven bits are a
- * number here: beyond K a unit may be what was in shared memory before, which meets zeros of x, and
- * must not be NaN. */
+/* Returns the scales of two groups times the powers of two of their rows, row g's first. Even bytes
+ * belong to row g, odd ones to row g + 8; `folds` are 256 times the powers of two in float16, as a
+ * byte is scale / 256. Only seven bits of a byte are used: units beyond K may hold anything, meet
+ * zeros of x, and must not be NaN. */
 static __device__ __forceinline__ uint2 moq_fold_scales(uint32_t bytes, uint32_t folds) {
     return {
         moq_nvfp4_multiply<MOQ_NVFP4_F16>((bytes & 0x007f007fu) * 128,
@@ -66,9 +65,8 @@ static __device__ __forceinline__ uint2 moq_fold_scales(uint32_t bytes, uint32_t
         moq_nvfp4_multiply<MOQ_NVFP4_F16>(bytes >> 1 & 0x3f803f80u, moq_nvfp4_twice(folds, true))};
 }
 
-/* The codes of a unit, whose scales are those of moq_fold_scales: of group s, those of row g in
- * a[s / 2][s % 2 * 2] and of row g + 8 behind, columns 2t, 2t + 1, 2t + 8 and 2t + 9 of the group.
- */
+/* Folds the codes of a unit under the scales of moq_fold_scales. Group s of row g is in a[s / 2][s
+ * % 2 * 2], of row g + 8 in the next word: columns 2t, 2t + 1, 2t + 8 and 2t + 9 of the group. */
 static __device__ __forceinline__ void moq_fold_codes(uint4 codes, uint4 scales,
                                                       uint32_t (&a)[2][4]) {
 #pragma unroll
@@ -83,7 +81,7 @@ static __device__ __forceinline__ void moq_fold_unit(uint4 codes, uint2 scales, 
     moq_fold_codes(codes, make_uint4(low.x, low.y, high.x, high.y), a);
 }
 
-/* The powers of two of the two rows of a lane, as moq_fold_scales takes them. */
+/* Packs the powers of two of a lane's two rows, as moq_fold_scales takes them. */
 static __device__ __forceinline__ uint32_t moq_pack_folds(float upper, float lower) {
     __half2 pair = __floats2half2_rn(256.0f * moq_used_fold(upper), 256.0f * moq_used_fold(lower));
     uint32_t word;

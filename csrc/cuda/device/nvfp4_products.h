@@ -1,9 +1,9 @@
-/* Products of packed NVFP4 weights in shared memory with a few tokens in registers: a warp, units
- * of a block of K (core/nvfp4_packed.h), tiles of 8 tokens.
+/* Products of packed NVFP4 weights in shared memory with up to 16 tokens in registers: a warp
+ * multiplies units of a block of K (core/nvfp4_packed.h) by tiles of 8 tokens.
  *
- * A lane owns whole groups: lane (g, t) reads the words of group t of rows g and g + 8, so that a
- * block scale is decoded once for its 16 weights. Of x it has the columns of that group of token g
- * of each tile, 16 t to 16 t + 15 of the block, as two vectors of 16 bytes. */
+ * Lane (g, t) reads the words of group t of rows g and g + 8, so that a block scale is decoded once
+ * for its 16 weights. It has the same group's columns of token g of each tile of x, 16 t to 16 t +
+ * 15 of the block, as two vectors of 16 bytes. */
 #ifndef MOQ_CUDA_DEVICE_NVFP4_PRODUCTS_H
 #define MOQ_CUDA_DEVICE_NVFP4_PRODUCTS_H
 
@@ -13,7 +13,7 @@
 
 namespace moq {
 
-/* Where a lane reads a unit: its words of 4 vectors, and its scales. */
+/* Addresses that a lane reads in a unit: its words of 4 vectors, and its scales. */
 struct moq_unit_places {
     uint32_t word[4], scale;
 };
@@ -38,11 +38,13 @@ static __device__ __forceinline__ void moq_nvfp4_product(float (&sum)[4], const 
         mma_bf16(sum, w, x);
 }
 
-/* COUNT slabs, one or two, by a block of K, `unit` bytes behind the places and S::blocks units from
- * slab to slab; P has the members of moq_unit_places, S says the tiles and the type of x, too.
- * Words 0 and 1 have columns 0..3 of the lane's group and 8..11, words 2 and 3 the rest: the steps
- * are such that two neighbouring words of x belong to each. Slabs take turns, so that products that
- * add to the same sums do not follow each other. */
+/* Multiplies COUNT slabs, one or two, by a block of K; `unit` bytes lie between the places and the
+ * first slab, S::blocks units between slabs. P has the members of moq_unit_places, S the tiles and
+ * the type of x.
+ *
+ * Words 0 and 1 have columns 0..3 and 8..11 of the lane's group, words 2 and 3 the rest, so that
+ * two neighbouring words of x belong to each step. Slabs take turns, so that consecutive products
+ * add to different sums. */
 template <class S, int COUNT, class P>
 static __device__ __forceinline__ void moq_multiply_units(const P &p, uint32_t unit,
                                                           const uint4 (&x)[S::tiles][2],

@@ -1,5 +1,5 @@
 /* PTX that CUDA C has no words for, one function an instruction: barriers in shared memory, the
- * bulk tensor copy engine, warpgroup matrix products, dependent launch. Names follow the PTX
+ * bulk tensor copy engine, warpgroup products, programmatic dependent launch. Names follow the PTX
  * manual. */
 #ifndef MOQ_CUDA_DEVICE_PTX_H
 #define MOQ_CUDA_DEVICE_PTX_H
@@ -14,8 +14,8 @@ static __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-/* A shared address that is kept in a register from here on rather than made again wherever it is
- * used. */
+/* Returns a shared address that the compiler keeps in a register, rather than computing it again at
+ * every use. */
 static __device__ __forceinline__ uint32_t fixed_shared_address(const void *pointer) {
     uint32_t address;
     asm volatile("{\n"
@@ -28,7 +28,7 @@ static __device__ __forceinline__ uint32_t fixed_shared_address(const void *poin
     return address;
 }
 
-/* Makes the compiler find a number here, not where it is used. */
+/* Makes the compiler compute a number here, not where it is used. */
 template <class T> static __device__ __forceinline__ void find_now(T &number) {
     if constexpr (sizeof number == 8)
         asm volatile("" : "+l"(number));
@@ -36,7 +36,7 @@ template <class T> static __device__ __forceinline__ void find_now(T &number) {
         asm volatile("" : "+r"(number));
 }
 
-/* True in one lane of a converged warp. */
+/* Returns true in one lane of a converged warp. */
 static __device__ __forceinline__ bool is_elected(void) {
     uint32_t elected;
     asm volatile("{\n"
@@ -48,25 +48,25 @@ static __device__ __forceinline__ bool is_elected(void) {
     return elected != 0;
 }
 
-/* ---- dependent launch ---- */
+/* ---- programmatic dependent launch ---- */
 
-/* The next kernel of the stream may start, as far as this block is concerned. */
+/* Allows the next kernel of the stream to start, as far as this block is concerned. */
 static __device__ __forceinline__ void launch_dependents(void) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/* Waits until every earlier kernel has ended and what it wrote can be read. */
+/* Waits until every earlier kernel has ended and its writes are visible. */
 static __device__ __forceinline__ void wait_for_predecessor(void) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/* Brings a parameter of the kernel near, a line of the constant cache at a time: where a kernel
- * starts ahead of time, the misses fall into the wait. What was read is stored where nobody looks,
- * or the compiler would leave it out. */
+/* Reads a parameter of the kernel ahead of its use, line by line of the constant cache: in a kernel
+ * that starts early, the misses overlap the wait. The words read are stored, or the compiler would
+ * drop the loads. */
 template <class T> static __device__ __forceinline__ void touch_parameter(const T &parameter) {
     __shared__ uint32_t nowhere;
     if constexpr (sizeof parameter < 4) /* it has no fields */
@@ -96,14 +96,15 @@ static __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* One arrival, and `bytes` of copies to wait for. */
+/* Arrives once, and announces `bytes` of copies to wait for. */
 static __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
-/* Waits for the end of the phase of that parity. A fresh barrier is in phase 0, so that waiting for
- * parity 1 returns at once; whoever skips a phase may be let through one that has not ended. */
+/* Waits for the end of the phase of a parity. A fresh barrier is in phase 0, so that waiting for
+ * parity 1 returns at once. A thread that skips a phase may be let through one that has not ended.
+ */
 static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile("{\n"
                  ".reg .pred done;\n"
@@ -117,7 +118,7 @@ static __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t 
                  : "memory");
 }
 
-/* A stage of a ring, and the parity of the phase in which it is used next. */
+/* Pipeline state: the index of the next stage, and the parity of its phase. */
 typedef struct {
     int index, parity;
 } pipeline_state;
@@ -129,23 +130,23 @@ static __device__ __forceinline__ void advance(pipeline_state *place, int stages
     }
 }
 
-/* Barrier `id` of `threads` threads of the block. */
+/* Synchronises `threads` threads of the block at barrier `id`. */
 static __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/* Arrives there and goes on. */
+/* Arrives at a barrier without waiting. */
 static __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/* What this thread stored to shared memory may be read by products and the copy engine, after the
- * next barrier. */
+/* Makes this thread's stores to shared memory visible to wgmma and the copy engine, after the next
+ * barrier. */
 static __device__ __forceinline__ void fence_async_proxy(void) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* 1 / value but for the last bit or two; 0 of infinity. */
+/* Returns 1 / value but for the last bit or two; 0 for infinity. */
 static __device__ __forceinline__ float reciprocal_approx(float value) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(value));
@@ -154,19 +155,19 @@ static __device__ __forceinline__ float reciprocal_approx(float value) {
 
 /* ---- the copy engine ---- */
 
-/* An L2 policy for bytes that are read once. */
+/* Returns the L2 policy for bytes that are read once. */
 static __device__ __forceinline__ uint64_t policy_evict_first(void) {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
-/* Brings the line of an address near. */
+/* Prefetches the line of an address into the L2. */
 static __device__ __forceinline__ void prefetch_l2(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-/* 16 bytes that are read once; a kernel before may have written them. */
+/* Loads 16 bytes that are read once; an earlier kernel may have written them. */
 static __device__ __forceinline__ uint4 load_once(const void *address) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -176,12 +177,12 @@ static __device__ __forceinline__ uint4 load_once(const void *address) {
     return v;
 }
 
-/* Brings a map near, which is a parameter of the kernel. */
+/* Prefetches a tensor map that is a parameter of the kernel. */
 static __device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/* The L2 policy of ordinary accesses. */
+/* Returns the L2 policy of ordinary accesses. */
 static __device__ __forceinline__ uint64_t policy_evict_normal(void) {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
@@ -198,7 +199,7 @@ static __device__ __forceinline__ void copy_box_3d(uint32_t to, const CUtensorMa
                  : "memory");
 }
 
-/* ---- registers, of a whole warpgroup: the kernel is compiled with launch bounds ---- */
+/* ---- registers of a whole warpgroup; the kernel needs launch bounds ---- */
 
 template <int count> static __device__ __forceinline__ void more_registers(void) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
@@ -208,7 +209,7 @@ template <int count> static __device__ __forceinline__ void fewer_registers(void
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-/* Copies the box of a matrix at (c0, c1), as copy_box_3d. */
+/* Copies the box of `map` at (c0, c1) to shared memory and counts its bytes at `barrier`. */
 static __device__ __forceinline__ void copy_box_2d(uint32_t to, const CUtensorMap *map, int c0,
                                                    int c1, uint32_t barrier, uint64_t policy) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -217,8 +218,8 @@ static __device__ __forceinline__ void copy_box_2d(uint32_t to, const CUtensorMa
                  : "memory");
 }
 
-/* Copies a box to the blocks of the cluster that `mask` has a bit for, at the same place in each,
- * and counts its bytes at the same barrier of each. */
+/* Copies a box to the same address in each block of the cluster that `mask` has a bit for, and
+ * counts its bytes at the same barrier of each. */
 static __device__ __forceinline__ void copy_box_2d_to(uint32_t to, const CUtensorMap *map, int c0,
                                                       int c1, uint32_t barrier, uint64_t policy,
                                                       uint16_t mask) {
@@ -228,7 +229,7 @@ static __device__ __forceinline__ void copy_box_2d_to(uint32_t to, const CUtenso
                  : "memory");
 }
 
-/* copy_box_2d of a map of moq_tensor_map_pairs, from row `row` on, a multiple of 16. */
+/* Copies the box of a map of moq_tensor_map_pairs from `row` on, a multiple of 16. */
 static __device__ __forceinline__ void copy_pairs(uint32_t to, const CUtensorMap *map, int column,
                                                   int row, uint32_t barrier, uint64_t policy) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -237,7 +238,7 @@ static __device__ __forceinline__ void copy_pairs(uint32_t to, const CUtensorMap
                  : "memory");
 }
 
-/* copy_pairs to both blocks of a cluster. */
+/* Copies the box of copy_pairs to both blocks of a cluster. */
 static __device__ __forceinline__ void copy_pairs_to_both(uint32_t to, const CUtensorMap *map,
                                                           int column, int row, uint32_t barrier,
                                                           uint64_t policy) {
@@ -248,7 +249,7 @@ static __device__ __forceinline__ void copy_pairs_to_both(uint32_t to, const CUt
         : "memory");
 }
 
-/* Stores the box of `map` at (c0, c1) from shared memory, which was written before a
+/* Stores the box of `map` at (c0, c1) from shared memory that was written before a
  * fence_async_proxy and a barrier. */
 static __device__ __forceinline__ void store_box_2d(const CUtensorMap *map, int c0, int c1,
                                                     uint32_t from) {
@@ -258,12 +259,12 @@ static __device__ __forceinline__ void store_box_2d(const CUtensorMap *map, int 
                  : "memory");
 }
 
-/* What this thread's stores of boxes store has been read. */
+/* Waits until this thread's bulk tensor stores have read their shared memory. */
 static __device__ __forceinline__ void store_boxes_wait(void) {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-/* store_box_2d as one of a group of stores, which store_commit ends. */
+/* Stores a box as one of a group of stores; store_commit ends the group. */
 static __device__ __forceinline__ void store_box_of_group(const CUtensorMap *map, int c0, int c1,
                                                           uint32_t from) {
     asm volatile(
@@ -276,12 +277,13 @@ static __device__ __forceinline__ void store_commit(void) {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* What this thread's groups of stores store has been read, but for the last `pending` ones. */
+/* Waits until at most `pending` of this thread's groups of stores are still reading shared memory.
+ */
 template <int pending> static __device__ __forceinline__ void store_wait(void) {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-/* Copies `bytes`, a multiple of 16, from an address that is one too. */
+/* Copies `bytes`, a multiple of 16, from an address that is a multiple of 16. */
 static __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from, uint32_t bytes,
                                                   uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -290,7 +292,7 @@ static __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from,
                  : "memory");
 }
 
-/* copy_bytes with a policy, for bytes that are read once. */
+/* Copies bytes that are read once, under an L2 policy. */
 static __device__ __forceinline__ void
 copy_bytes_once(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -299,8 +301,8 @@ copy_bytes_once(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier,
                  : "memory");
 }
 
-/* Copies bytes to the blocks of the cluster that `mask` has a bit for, at the same place in each,
- * and counts them at the same barrier of each. */
+/* Copies bytes to the same address in each block of the cluster that `mask` has a bit for, and
+ * counts them at the same barrier of each. */
 static __device__ __forceinline__ void copy_bytes_to(uint32_t to, const void *from, uint32_t bytes,
                                                      uint32_t barrier, uint16_t mask) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -323,15 +325,15 @@ static __device__ __forceinline__ uint32_t blocks_in_cluster(void) {
     return count;
 }
 
-/* Every thread of the cluster arrives and waits. */
+/* Synchronises all threads of the cluster. */
 static __device__ __forceinline__ void cluster_sync(void) {
     asm volatile("barrier.cluster.arrive.release.aligned;\n"
                  "barrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
 }
 
-/* cluster_sync in two parts: a thread that has waited knows that all blocks run and have their
- * barriers, and no more. */
+/* Arrives at the cluster's barrier, or waits there: a thread that has waited knows that all blocks
+ * run and have initialised their barriers, and no more. */
 static __device__ __forceinline__ void cluster_arrive(void) {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -340,24 +342,25 @@ static __device__ __forceinline__ void cluster_wait(void) {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-/* Racecheck lets no one through cluster_wait() before every warp of the cluster has come to one or
- * has ended. For it alone (MOQEXT_RACECHECK=1) a warp that needs nothing of the other blocks waits
- * too, where its end waits for those that do. */
+/* Waits for the cluster under racecheck alone (MOQEXT_RACECHECK=1), in a warp that needs nothing of
+ * other blocks: racecheck lets no thread through cluster_wait() before every warp of the cluster
+ * has come to one or has ended. */
 static __device__ __forceinline__ void cluster_wait_for_racecheck(void) {
 #ifdef MOQ_RACECHECK
     cluster_wait();
 #endif
 }
 
-/* Where block `rank` of the cluster has what this one has at a shared address. */
+/* Returns the address in block `rank` of the cluster that corresponds to a shared address of this
+ * one. */
 static __device__ __forceinline__ uint32_t address_in(uint32_t rank, uint32_t address) {
     uint32_t remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
     return remote;
 }
 
-/* Stores in the shared memory of a block of the cluster; the bytes are counted at a barrier there,
- * and who waits for it may read them. */
+/* Stores a value in the shared memory of a block of the cluster, and counts its bytes at a barrier
+ * there; threads that have waited for it may read them. */
 static __device__ __forceinline__ void send_word(uint32_t to, uint32_t value, uint32_t barrier) {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
@@ -386,12 +389,12 @@ static __device__ __forceinline__ void send_words(uint32_t to, uint4 value, uint
                  : "memory");
 }
 
-/* Stores at an address of address_in; it is there for who has come through cluster_sync. */
+/* Stores at an address of address_in; it is visible after cluster_sync. */
 static __device__ __forceinline__ void store_remote(uint32_t to, float value) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
 
-/* Arrives at the barrier that block `rank` of the cluster has at the same place. */
+/* Arrives at the barrier of block `rank` of the cluster that lies at the same address. */
 static __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile("{\n"
                  ".reg .b32 remote;\n"
@@ -402,12 +405,10 @@ static __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint
                  : "memory");
 }
 
-/* What a warp's lanes have read is read before any of them goes on from where they meet, and the
- * first then tells a barrier or starts a copy into the same place. The compiler leaves the meeting
- * out where the warp is whole anyway, so that racecheck sees no order but for the first lane. For
- * it (MOQEXT_RACECHECK=1) lanes meet by a mask that the compiler does not know, and all of them
- * arrive.
- */
+/* Orders what a warp's lanes have read before the first lane arrives at a barrier or starts a copy
+ * into the same place. The compiler drops __syncwarp where the warp is converged, and racecheck
+ * then sees an order for the first lane alone. Under racecheck (MOQEXT_RACECHECK=1) lanes meet by a
+ * mask that the compiler does not know, and all of them arrive. */
 #ifdef MOQ_RACECHECK
 #define WARP_ARRIVALS 32
 static __device__ __forceinline__ void warp_meets(void) {
@@ -423,11 +424,10 @@ static __device__ __forceinline__ void warp_meets(void) {
 }
 #endif
 
-/* Where warps make barriers of their own ready and fill their stages at once, each need not wait
- * for the others. Racecheck forgets copies that are on their way when another warp makes a barrier
- * ready, and takes what is read of them for a hazard ("invalid async operation synchronization");
- * with this between the barriers and the first copy there are none. For it alone all threads meet.
- */
+/* Synchronises threads after they initialise barriers, under racecheck alone; otherwise warps that
+ * fill stages of their own need not wait for others. Racecheck forgets copies under way when
+ * another warp initialises a barrier, and reports reads of them ("invalid async operation
+ * synchronization"). */
 static __device__ __forceinline__ void barriers_are_ready(int id, int threads) {
 #ifdef MOQ_RACECHECK
     barrier_sync(id, threads);
@@ -436,8 +436,8 @@ static __device__ __forceinline__ void barriers_are_ready(int id, int threads) {
 #endif
 }
 
-/* This warp is done with what `barrier` guards: told to this block, or to blocks `first` and the
- * next of the cluster, which share it. The whole warp calls. */
+/* Releases what `barrier` guards, for a whole warp: in this block, or in blocks `first` and `first`
+ * + 1 of the cluster, which share it. */
 template <bool PAIR>
 static __device__ __forceinline__ void warp_releases(uint32_t barrier, uint32_t first = 0) {
     uint32_t lane = threadIdx.x % 32;
@@ -455,7 +455,7 @@ static __device__ __forceinline__ void warp_releases(uint32_t barrier, uint32_t 
     }
 }
 
-/* warp_releases, told to the first `blocks` blocks of the cluster. */
+/* Releases what `barrier` guards in the first `blocks` blocks of the cluster. */
 static __device__ __forceinline__ void warp_releases_all(uint32_t barrier, uint32_t blocks) {
     uint32_t lane = threadIdx.x % 32;
     warp_meets();
@@ -467,7 +467,8 @@ static __device__ __forceinline__ void warp_releases_all(uint32_t barrier, uint3
 
 /* ---- shared memory ---- */
 
-/* An address that stays in its register: the compiler would make it anew wherever it is used. */
+/* Returns an address that the compiler keeps in its register, rather than computing it again at
+ * every use. */
 static __device__ __forceinline__ uint32_t kept(uint32_t address) {
     asm volatile("" : "+r"(address));
     return address;
@@ -509,8 +510,8 @@ static __device__ __forceinline__ void store_shared_pair(uint32_t to, uint2 valu
                  : "memory");
 }
 
-/* Four 8 x 8 matrices of 16 bits, or of 8 rows of 16 bytes: lane i names row i % 8 of matrix i / 8,
- * and gets 4 bytes of row i / 4 of each, from 4 * (i % 4) on. */
+/* Loads four 8 x 8 matrices of 16 bits, or of 8 rows of 16 bytes. Lane i names row i % 8 of matrix
+ * i / 8, and gets 4 bytes of row i / 4 of each, from 4 * (i % 4) on. */
 static __device__ __forceinline__ void load_matrices(uint32_t (&matrix)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
@@ -527,17 +528,16 @@ static __device__ __forceinline__ uint2 load_shared_pair(uint32_t from) {
     return value;
 }
 
-/* Four 8 x 8 matrices of 16 bits: lane i names the place of row i % 8 of matrix i / 8, and has of
- * row i / 4 of each the columns 2 * (i % 4) and the next. */
+/* Stores four 8 x 8 matrices of 16 bits. Lane i names the address of row i % 8 of matrix i / 8, and
+ * has columns 2 * (i % 4) and the next of row i / 4 of each. */
 static __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&matrix)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                  "r"(matrix[0]), "r"(matrix[1]), "r"(matrix[2]), "r"(matrix[3])
                  : "memory");
 }
 
-/* Four 8 x 8 matrices of 16 bits, whose columns become rows of shared memory: lane i names the
- * place of column i % 8 of matrix i / 8, and has of row i / 4 of each the columns 2 * (i % 4) and
- * the next. */
+/* Stores four 8 x 8 matrices of 16 bits transposed. Lane i names the address of column i % 8 of
+ * matrix i / 8, and has columns 2 * (i % 4) and the next of row i / 4 of each. */
 static __device__ __forceinline__ void store_matrices_turned(uint32_t column,
                                                              const uint32_t (&matrix)[4]) {
     asm volatile(
@@ -546,7 +546,7 @@ static __device__ __forceinline__ void store_matrices_turned(uint32_t column,
         : "memory");
 }
 
-/* store_matrices_turned of two matrices. */
+/* Stores two matrices as store_matrices_turned stores four. */
 static __device__ __forceinline__ void store_two_matrices_turned(uint32_t column, uint32_t first,
                                                                  uint32_t second) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(column),
@@ -554,15 +554,15 @@ static __device__ __forceinline__ void store_two_matrices_turned(uint32_t column
                  : "memory");
 }
 
-/* A matrix of 8 x 8 16-bit values, turned: a thread had two neighbours of a column, and has two of
- * a row. By all threads of a warp. */
+/* Transposes an 8 x 8 matrix of 16-bit values, held by all threads of a warp: two neighbours of a
+ * column become two of a row. */
 static __device__ __forceinline__ uint32_t turn_matrix(uint32_t word) {
     uint32_t turned;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(word));
     return turned;
 }
 
-/* ---- flags in memory: what was written before a release is there after it was acquired ---- */
+/* ---- flags in memory: writes before a release are visible after the acquire ---- */
 
 static __device__ __forceinline__ void store_release(uint64_t *to, uint64_t value) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
@@ -584,27 +584,27 @@ static __device__ __forceinline__ void add_release(int32_t *to, int32_t value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-/* What others wrote, and this thread has acquired, may be read by the copy engine. */
+/* Makes writes of others that this thread has acquired visible to the copy engine. */
 static __device__ __forceinline__ void fence_async_proxy_of_memory(void) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 /* ---- copies of a thread ---- */
 
-/* 16 bytes to shared memory; those from `bytes` on, 0 or 16, are zeros instead. */
+/* Copies 16 bytes to shared memory; bytes from `bytes` on, 0 or 16, are zeros. */
 static __device__ __forceinline__ void copy_async_16(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
 
-/* copy_async_16 of 4 bytes. */
+/* Copies 4 bytes to shared memory; zeros if `bytes` is 0. */
 static __device__ __forceinline__ void copy_async_4(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
 
-/* Arrives at the barrier once all copies of this thread so far have come; an arrival that the
- * barrier was made for. */
+/* Arrives at the barrier once all copies of this thread so far have completed; the barrier was
+ * initialised to count it. */
 static __device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -620,7 +620,7 @@ template <int pending> static __device__ __forceinline__ void copy_async_wait(vo
 
 /* ---- matrix products of a warp: sum += a b^T of 16 and 8 rows ---- */
 
-/* 16 columns of fp16. */
+/* Multiplies 16 columns of fp16. */
 static __device__ __forceinline__ void mma_f16(float (&sum)[4], const uint32_t (&a)[4],
                                                const uint32_t (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -629,7 +629,7 @@ static __device__ __forceinline__ void mma_f16(float (&sum)[4], const uint32_t (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* 16 columns of bf16. */
+/* Multiplies 16 columns of bf16. */
 static __device__ __forceinline__ void mma_bf16(float (&sum)[4], const uint32_t (&a)[4],
                                                 const uint32_t (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -638,7 +638,7 @@ static __device__ __forceinline__ void mma_bf16(float (&sum)[4], const uint32_t 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* 32 columns of e4m3; sm_89 and later. */
+/* Multiplies 32 columns of e4m3, on sm_89 and later. */
 static __device__ __forceinline__ void mma_e4m3(float (&sum)[4], const uint32_t (&a)[4],
                                                 const uint32_t (&b)[2]) {
     asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, "
@@ -649,14 +649,14 @@ static __device__ __forceinline__ void mma_e4m3(float (&sum)[4], const uint32_t 
 
 /* ---- warpgroup matrix products ---- */
 
-/* A K-major operand of 128-byte rows in the 128-byte swizzle, whose groups of 8 rows follow each
- * other; the address is a multiple of 1024. Advancing K by 32 bytes adds 2. */
+/* Returns a K-major operand of 128-byte rows in the 128-byte swizzle, with contiguous groups of 8
+ * rows; the address is a multiple of 1024. Advancing K by 32 bytes adds 2. */
 static __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 |
            (uint64_t)1 << 62;
 }
 
-/* Registers are ready to be accumulated to. */
+/* Orders earlier accesses to registers before wgmma uses them. */
 static __device__ __forceinline__ void wgmma_fence(void) {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -665,8 +665,8 @@ static __device__ __forceinline__ void wgmma_commit(void) {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-/* Neither are these registers written after this point nor read before it, which the compiler could
- * not know of products that are under way. */
+/* Stops the compiler from moving accesses to these registers across this point, as it does not know
+ * of products under way. */
 template <int count> static __device__ __forceinline__ void stay_here(float (&d)[count]) {
 #pragma unroll
     for (int i = 0; i < count; i++)

@@ -1,4 +1,4 @@
-/* What codes of activations mean, as numbers: for kernels that multiply them as such. The
+/* Numbers that the codes of activations mean, for kernels that multiply them as such. The
  * arithmetic is that of cpu/cpu_quantize.h, so that these are the numbers of the same codes. */
 #ifndef MOQ_CUDA_DEVICE_ROUND_H
 #define MOQ_CUDA_DEVICE_ROUND_H
@@ -8,8 +8,8 @@
 
 namespace moq {
 
-/* The nearest value of a format with `fraction` bits of significand, ties to even, `lowest` being
- * the exponent of its smallest normal number; beyond `most` it is that. NaN stays. */
+/* Returns the nearest value of a format with `fraction` bits of significand, ties to even; `lowest`
+ * is the exponent of its smallest normal number. Values beyond `most` become `most`, NaN stays. */
 static __device__ __forceinline__ float round_to_format(float value, int fraction, int lowest,
                                                         float most) {
     float magnitude = fabsf(value);
@@ -29,8 +29,8 @@ static __device__ __forceinline__ float round_e2m1(float value) {
     return round_to_format(value, 1, 0, MOQ_E2M1_MAX);
 }
 
-/* A group of NVFP4 under the scale of the tensor: codes times their block scale, which have six
- * significant bits and are from 2^-10 to 2688, or 0. */
+/* Rounds a group of NVFP4 under the scale of the tensor to codes times their block scale, which
+ * have six significant bits and lie between 2^-10 and 2688, or are 0. */
 static __device__ __forceinline__ void round_nvfp4(float (&value)[MOQ_NVFP4_GROUP], float scale) {
     float amax = __uint_as_float(moq_amax_bits(value));
     float block = round_e4m3(__fdiv_rn(amax, __fmul_rn(MOQ_E2M1_MAX, scale)));

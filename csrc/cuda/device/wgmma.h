@@ -1,10 +1,11 @@
-/* Products of matrices by warpgroups: d = A B^T, or d += A B^T, for 64 rows of A and N rows of B.
- * Of e4m3 they have 32 columns, and both lie in shared memory (wgmma_operand in ptx.h). N is told
- * by the size of d: thread t of the warpgroup has, of the rows 16 * (t / 32) + t % 32 / 4 (+ 8
- * where i is 2 or 3) and the columns 8 * j + t % 4 * 2 (+ 1 where i is odd), d[4 * j + i].
+/* Warpgroup products: d = A B^T, or d += A B^T, for 64 rows of A and N rows of B. Operands of e4m3
+ * have 32 columns and lie in shared memory (wgmma_operand in ptx.h). The size of d tells N.
  *
- * The sums of e4m3 products keep about 14 bits: add them to float32 ones every 128 columns or so.
- */
+ * Thread t of the warpgroup has rows r = 16 * (t / 32) + t % 32 / 4 and r + 8 of d. It has there
+ * columns 8 * j + t % 4 * 2 and the next: d[4 * j] and d[4 * j + 1] are of row r, d[4 * j + 2] and
+ * d[4 * j + 3] of row r + 8.
+ *
+ * Sums of e4m3 products keep about 14 bits: add them to float32 sums every 128 columns or so. */
 #ifndef MOQ_CUDA_DEVICE_WGMMA_H
 #define MOQ_CUDA_DEVICE_WGMMA_H
 
@@ -80,9 +81,9 @@ WGMMA_E4M3(144, 72, 72, 73, 74)
 
 #undef WGMMA_E4M3
 
-/* ---- 16-bit matrices, A from registers: d += A B^T for 16 columns. A thread has of A the rows
+/* ---- 16-bit matrices, A from registers: d += A B^T for 16 columns. A thread has the rows of A
  * that it has of d: a[0] columns t % 4 * 2 (+ 1) of the upper row, a[1] of the lower, a[2] and a[3]
- * the same 8 columns further. Neither a nor d may be touched before the product has ended. ---- */
+ * the columns 8 further. Neither a nor d may be touched before the product has ended. ---- */
 
 #define WGMMA_OF_REGISTERS(type, columns, sums, a0, a1, a2, a3, right)                             \
     static __device__ __forceinline__ void wgmma_##type(float (&d)[sums], const uint32_t (&a)[4],  \
@@ -119,9 +120,9 @@ WGMMA_OF_REGISTERS(f16, 256, 128, 128, 129, 130, 131, 132)
 
 #undef WGMMA_OF_REGISTERS
 
-/* ---- e4m3, A from registers: d = A B^T, or d += A B^T, for 32 columns. A thread has of A the 4
- * columns from t % 4 * 4 on, of the upper row in a[0] and the lower in a[1], and the same 16
- * columns further in a[2] and a[3]. ---- */
+/* ---- e4m3, A from registers: d = A B^T, or d += A B^T, for 32 columns. A thread has the 4 columns
+ * of A from t % 4 * 4 on, of the upper row in a[0] and the lower in a[1], and the columns 16
+ * further in a[2] and a[3]. ---- */
 
 #define WGMMA_E4M3_OF_REGISTERS(columns, sums, a0, a1, a2, a3, right, more)                        \
     static __device__ __forceinline__ void wgmma_e4m3(float (&d)[sums], const uint32_t (&a)[4],    \

@@ -1,25 +1,27 @@
 /* FP8 and NVFP4 linear by cuBLASLt: y[m, n] = round(sum_k sx X[m, k] sw W[n, k] + bias[n]).
  *
- * X is quantized into the workspace as the layer prescribes, then multiplied with W as it is:
- * - one scale of all of x: scalars, the partition's input_scale (or the one found) and the
- *   output_scale of its first row, which all of its rows have; vectors for several partitions that
- *   share one of x;
- * - one a token: vectors, sx [m] and output_scale [N]; or none, and sums in float32 that the last
- *   kernel scales, where the library has no vectors, or where that is expected to be faster: its
- *   kernels for vectors leave the chip empty while there are few tiles. Variants from
- *   MOQ_MAX_ALGORITHMS on are those of the other way. Packed NVFP4 weights (compute "fp8") become
- *   codes and factors of that kind in the workspace, some rows at a time (nvfp4_unpack.h);
- * - one for 128 columns: sx [K / 128][m], m rounded up to 4; block scales [block rows][K / 128],
- *   K / 128 rounded up to 4, which are the layer's own where that rounds nothing;
- * - NVFP4: block scales of 16 columns in swizzled order, those of W prepared so for each partition,
- *   and the product of both second-level scales as alpha, which a kernel finds on the device, for
- *   each partition its own. Where this ran: docs/results/README.md.
+ * X is quantized into the workspace as the layer prescribes, then multiplied by W as it is stored.
+ * Scales are
+ * - one for all of x: scalars, the partition's input_scale (or the one found) and the output_scale
+ *   of its first row, which all of its rows have; vectors for several partitions that share one of
+ *   x;
+ * - one a token: vectors, sx [m] and output_scale [N]. The last kernel scales float32 sums instead
+ *   if the library has no vectors, or if that is expected to be faster, as its vector kernels leave
+ *   the chip empty with few tiles; variants from MOQ_MAX_ALGORITHMS on take the other choice.
+ *   Packed NVFP4 weights (compute "fp8") become codes and scales of this kind in the workspace,
+ *   some rows at a time (nvfp4_unpack.h);
+ * - one for 128 columns: sx [K / 128][m], m rounded up to 4; block scales [block rows][K / 128], K
+ *   / 128 rounded up to 4, which are the layer's own if that rounds nothing;
+ * - NVFP4: block scales of 16 columns in swizzled order, prepared so for each partition of W, and
+ *   as alpha the product of both second-level scales, which a kernel computes on the device for
+ *   each partition.
  *
  * The library adds a bias of y's own 16-bit dtype and writes to addresses and rows that are
- * multiples of 16. Whatever else a caller has, and a number of tokens that was rounded up, goes
- * through the workspace and one more kernel, which costs the time to move y twice.
+ * multiples of 16. Other outputs, and a number of tokens that was rounded up, pass through the
+ * workspace and one more kernel, which costs the time to move y twice.
  *
- * It is bound by the tensor cores from some hundred tokens on, and by reading W before that. */
+ * What bounds it: the tensor cores from some hundred tokens on, reading W before that. Chips that
+ * it ran on: docs/results/README.md. */
 #include "core/formats.h"
 #include "core/invariant.h"
 #include "core/sizes.h"
@@ -36,8 +38,8 @@
 namespace moq::cublaslt {
 
 #define WHAT  "linear by cuBLASLt"
-#define ALPHA 16 /* bytes from one to the next */
-/* What the library is given, as NVIDIA recommends for the generation. */
+#define ALPHA 16 /* bytes from one alpha to the next */
+/* Workspace given to the library, as NVIDIA recommends for each generation. */
 #define MEMORY_HOPPER  (32 << 20)
 #define MEMORY_EARLIER (4 << 20)
 
@@ -50,12 +52,12 @@ static moq_scaling scaling_of(const moq_linear_spec *spec) {
     return scalars ? MOQ_SCALED_TENSOR : MOQ_SCALED_VECTOR;
 }
 
-/* Whether there are two ways to scale by vectors: by the library, and by the last kernel. */
+/* Returns whether vectors of scales can be applied both by the library and by the last kernel. */
 static bool has_two_orders(const moq_linear_spec *spec) {
     return scaling_of(spec) == MOQ_SCALED_VECTOR && moq_cublaslt_has_vectors(spec);
 }
 
-/* Whether sums of a product are scaled by the last kernel. */
+/* Returns whether the last kernel scales a product's sums. */
 static bool scales_after(const moq_linear_call *call) {
     bool other = has_two_orders(call->spec) && call->config.variant >= MOQ_MAX_ALGORITHMS;
     return scaling_of(call->spec) == MOQ_SCALED_VECTOR &&
@@ -64,21 +66,22 @@ static bool scales_after(const moq_linear_call *call) {
 
 /* ---- the workspace ---- */
 
-/* Offsets of what a call keeps in its workspace. */
+/* Workspace layout of a call. */
 typedef struct {
-    int64_t rows;       /* of codes and of `sums` */
-    int64_t columns;    /* of block scales of W: a row of them is that long */
-    int64_t code_bytes; /* of a row of codes */
+    int64_t rows;       /* rows of codes and of `sums` */
+    int64_t columns;    /* columns of a row of W's block scales */
+    int64_t code_bytes; /* bytes of a row of codes */
     int64_t codes, x_scale, x_vector, input_scale, w_scale, quantize, sums, library, end;
-    int64_t scale_bytes;     /* of x */
-    int64_t scale_2, alphas; /* NVFP4: what quantization has found, and an ALPHA a partition */
+    int64_t scale_bytes; /* bytes of x's scales */
+    int64_t scale_2,
+        alphas; /* NVFP4: scale found by quantization, and an alpha for each partition */
     int64_t library_bytes;
-    int64_t w_codes, w_factor; /* W as FP8: of some rows, and of all */
+    int64_t w_codes, w_factor; /* W as FP8: codes of some rows, scales of all */
     bool folds;                /* W is packed NVFP4 */
-    bool moves_scales;         /* w_scale is the layer's, with rows of that length, and aligned */
-    bool aligns_inputs;        /* input_scale is the layer's, each at a multiple of 16 bytes */
+    bool moves_scales;         /* w_scale is the layer's, with rows of `columns`, aligned */
+    bool aligns_inputs;        /* input_scale is the layer's, each aligned to 16 bytes */
     bool scales_after;         /* the library does not scale */
-    bool repeats_scale;        /* x_vector is the one scale of x, for every row */
+    bool repeats_scale;        /* x_vector repeats the one scale of x for every row */
     bool fused_bias;           /* the library adds it */
     bool direct;               /* the library writes y */
     moq_dtype sums_dtype;
@@ -88,7 +91,7 @@ static bool is_aligned(const void *pointer) {
     return (uintptr_t)pointer % 16 == 0;
 }
 
-/* The next part of the workspace. */
+/* Reserves the next part of the workspace. */
 static int64_t take(layout *l, int64_t bytes) {
     int64_t at = l->end;
     l->end = round_up(l->end + bytes, 256);
@@ -123,18 +126,19 @@ static moq_cuda_quantize quantization(const moq_linear_call *call, const layout 
     q.workspace = memory + l->quantize;
     q.stream = call->stream;
     q.next_is_busy = l->folds;
-    /* Programmatic edges around the kernels of the library cost 0.5 us: docs/lab/cublaslt.md. */
+    /* Launches without PDL: programmatic edges around the library's kernels cost 0.5 us
+     * (docs/lab/cublaslt.md). */
     q.in_turn = true;
     return q;
 }
 
-/* Block scales of so many rows of k columns in swizzled order. */
+/* Returns the bytes of block scales of so many rows of k columns in swizzled order. */
 static int64_t swizzled_bytes(int64_t rows, int64_t k) {
     return moq_swizzle_down(rows) * moq_swizzle_across(k / MOQ_NVFP4_GROUP) * MOQ_SWIZZLE_BYTES;
 }
 
 static int64_t w_scale_bytes(const moq_linear_spec *spec, const layout *l) {
-    int64_t blocks = moq_linear_block_rows(spec); /* tiles of swizzled scales have as many rows */
+    int64_t blocks = moq_linear_block_rows(spec); /* swizzled scales have tiles of as many rows */
     if (scaling_of(spec) == MOQ_SCALED_NVFP4)
         return blocks * swizzled_bytes(MOQ_SWIZZLE_ROWS, spec->in_features);
     return 4 * (scaling_of(spec) == MOQ_SCALED_BLOCK ? blocks * l->columns : spec->out_features);
@@ -183,11 +187,11 @@ extern "C" int64_t moq_cublaslt_workspace(const moq_linear_call *call) {
     return workspace_layout(call).end;
 }
 
-/* ---- the parts of a call ---- */
+/* ---- the segments of a call ---- */
 
-/* Rows of W that are multiplied at once. */
+/* Segment: rows of W that are multiplied at once. */
 typedef struct {
-    int partition; /* the first */
+    int partition; /* first partition */
     int64_t begin, rows, first_block;
 } segment;
 
@@ -215,13 +219,13 @@ static int segments_of(const moq_linear_spec *spec) {
     return moq_cublaslt_by_partition(spec) ? spec->partition_count : 1;
 }
 
-/* Factors of rows of W. */
+/* Returns the scales of W's rows. */
 static const float *row_factors(const moq_linear_call *call, const layout *l) {
     return l->folds ? (const float *)((const uint8_t *)call->workspace + l->w_factor)
                     : call->output_scale;
 }
 
-/* The scale of W for a segment, with rows of block scales as the library wants them. */
+/* Returns the scale of W for a segment, with rows of block scales as the library wants them. */
 static const void *w_scale_of(const moq_linear_call *call, const layout *l, const segment *s) {
     moq_scaling scaling = scaling_of(call->spec);
     bool blocks = scaling == MOQ_SCALED_BLOCK || scaling == MOQ_SCALED_NVFP4;
@@ -233,13 +237,13 @@ static const void *w_scale_of(const moq_linear_call *call, const layout *l, cons
     return all + 4 * (scaling == MOQ_SCALED_BLOCK ? s->first_block * l->columns : s->begin);
 }
 
-/* The scales of x as quantization found them, or as they are given. */
+/* Returns the scales of x, found by quantization or given. */
 static const float *quantized_scale(const moq_linear_call *call, const layout *l) {
     return call->input_scale ? call->input_scale
                              : (const float *)((const uint8_t *)call->workspace + l->x_scale);
 }
 
-/* The scale of x for a segment, where the library wants it. */
+/* Returns the scale of x for a segment, if the library wants it. */
 static const void *x_scale_of(const moq_linear_call *call, const layout *l, const segment *s) {
     const uint8_t *memory = (const uint8_t *)call->workspace;
     if (scaling_of(call->spec) == MOQ_SCALED_NVFP4)
@@ -280,7 +284,7 @@ static moq_matmul product(const moq_linear_call *call, const layout *l, const se
     return p;
 }
 
-/* Rows of floats in memory, to where rows begin `stride` bytes apart. */
+/* Copies rows of floats to where rows begin `stride` bytes apart. */
 static moq_status spread(const moq_linear_call *call, int64_t to, int64_t stride, const void *from,
                          int64_t width, int64_t rows, moq_err *err) {
     return moq_cuda_check(cudaMemcpy2DAsync((uint8_t *)call->workspace + to, (size_t)stride, from,
@@ -289,7 +293,7 @@ static moq_status spread(const moq_linear_call *call, int64_t to, int64_t stride
                           WHAT, err);
 }
 
-/* Scales that the library cannot take as they lie, in the workspace. */
+/* Copies scales that the library cannot take as they lie to the workspace. */
 static moq_status place_scales(const moq_linear_call *call, const layout *l, moq_err *err) {
     if (l->aligns_inputs)
         MOQ_TRY(spread(call, l->input_scale, 16, call->input_scale, 4, call->spec->partition_count,
@@ -337,7 +341,8 @@ static moq_status repeat_scale(const moq_linear_call *call, const layout *l, moq
 
 /* ---- NVFP4 ---- */
 
-/* The second-level scales of each partition's first row, times that of x, then a zero. */
+/* Multiplies the second-level scale of each partition's first row by that of x, and appends a zero.
+ */
 static __global__ void find_alphas(const __grid_constant__ moq_partitions partitions, int count,
                                    const float *output_scale, const float *x_scale, bool one,
                                    uint8_t *alphas) {
@@ -351,7 +356,7 @@ static __global__ void find_alphas(const __grid_constant__ moq_partitions partit
     alpha[1] = 0.0f;
 }
 
-/* The alphas of all partitions, after the first quantization. */
+/* Computes the alphas of all partitions, after the first quantization. */
 static moq_status scale_products(const moq_linear_call *call, const layout *l, moq_err *err) {
     uint8_t *memory = (uint8_t *)call->workspace, *alphas = memory + l->alphas;
     moq_partitions partitions = moq_partitions_of(call->spec);
@@ -363,7 +368,7 @@ static moq_status scale_products(const moq_linear_call *call, const layout *l, m
     return launch_overlapping(call, (const void *)find_alphas, dim3(1), args, err);
 }
 
-/* Scales of columns that are not there meet zeros, but must not be NaN. */
+/* Clears the scales of padding columns, which meet zeros but must not be NaN. */
 static moq_status clear_scales(const moq_linear_call *call, const layout *l, moq_err *err) {
     if (call->spec->in_features % (MOQ_NVFP4_GROUP * MOQ_SWIZZLE_COLUMNS) == 0)
         return MOQ_OK;
@@ -373,14 +378,15 @@ static moq_status clear_scales(const moq_linear_call *call, const layout *l, moq
 
 /* ---- from the workspace to y ---- */
 
-#define COLUMNS 8 /* of a thread: 16 bytes of y */
+#define COLUMNS 8 /* columns of a thread: 16 bytes of y */
 
 typedef struct {
     const void *sums; /* [m, n], of a 16-bit dtype or float32 */
     moq_dtype dtype;
     int64_t m;
     int n;
-    const float *x_scale; /* [m], or one where x_stride is 0, and w_scale [n], or both NULL */
+    const float
+        *x_scale; /* [m], or one if x_stride is 0; w_scale is [n]; both NULL without scales */
     const float *w_scale;
     int x_stride;
     moq_output out;
@@ -418,7 +424,7 @@ static __device__ __forceinline__ void store_row(const finish_args *a, int64_t r
         make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/* y = round(sums * x_scale * w_scale + bias) */
+/* Writes y = round(sums * x_scale * w_scale + bias). */
 static __global__ void finish(const finish_args a) {
     int column = (int)(blockIdx.x * THREADS + threadIdx.x) * COLUMNS;
     wait_for_predecessor();
@@ -474,7 +480,7 @@ extern "C" uint64_t moq_cublaslt_variants(const moq_linear_call *call) {
     return has_two_orders(call->spec) ? first | variants_from(*call, MOQ_MAX_ALGORITHMS) : first;
 }
 
-/* W of a segment as FP8. */
+/* Unpacks W of a segment as FP8. */
 static moq_status fold_segment(const moq_linear_call *call, const layout *l, const segment *s,
                                moq_err *err) {
     uint8_t *memory = (uint8_t *)call->workspace;
@@ -487,7 +493,8 @@ static moq_status fold_segment(const moq_linear_call *call, const layout *l, con
     u.rows = s->rows;
     u.codes = memory + l->w_codes;
     u.factor = (float *)(memory + l->w_factor) + s->begin;
-    u.pdl = s->begin == 0; /* with the quantization; later, a product reads the codes before */
+    u.pdl = s->begin ==
+            0; /* overlaps the quantization; later, a product still reads the codes before */
     u.stream = call->stream;
     return moq_cuda_nvfp4_unpack(&u, err);
 }

@@ -1,33 +1,29 @@
-/* FP8 linear by products of warps, for every chip from Ampere on:
- * y[m, n] = round(sum over groups g of 128 columns of s(m, n, g) sum_k X[m, k] W[n, k], times
- * sx[m] sw[n], + bias[n]).
+/* FP8 linear on mma.sync, for every chip from Ampere on: y[m, n] = round(sum over groups g of 128
+ * columns of s(m, n, g) sum_k X[m, k] W[n, k], times sx[m] sw[n], + bias[n]).
  *
  * X is x quantized to e4m3 [M, K] in the workspace, as the layer prescribes
- * (cuda/tensor/cuda_quantize.h); where partitions have input scales of their own, one matrix of
- * codes for each. W is e4m3 [N, K] as prepared. s is the scale of x of a group times that of the
- * 128 x 128 block of W, 1 for layers without blocks; sx and sw are those of tensors, tokens and
- * rows.
+ * (cuda/tensor/cuda_quantize.h); partitions with input scales of their own have a matrix of codes
+ * each. W is e4m3 [N, K] as prepared. s is the scale of x of a group times that of the 128 x 128
+ * block of W, 1 for layers without blocks; sx and sw are the scales of tensors, tokens and rows.
  *
  * Two kinds of products, from the same registers:
  * - f16 (sm_80): each code becomes fp16, exactly but for 2^-8: its 7 bits are exponent and
- *   significand of a half, moved by the difference of the biases. Products and their sums in
- *   float32 are exact to float32's rounding, so that this is also the tensor-core path of float32
- *   outputs. Which columns meet which of a product is free as long as X and W agree: of the four
- *   codes of a register, the odd ones go to one half of it and the even ones to the other.
- * - e4m3 (sm_89): the codes as they are. These sums keep about 14 bits on some chips.
- * Both add to float32 sums outside of the tensor cores every 128 columns.
+ *   significand of a half, moved by the difference of the biases. Products and their float32 sums
+ *   are exact to float32's rounding, so that float32 outputs use them, too. The columns of X and W
+ *   may be permuted alike: of the four codes of a register, the odd ones go to one half of it and
+ *   the even ones to the other.
+ * - e4m3 (sm_89): the codes as they are. Their sums keep about 14 bits on some chips. Every 128
+ *   columns either kind is added to float32 sums outside of the tensor cores.
  *
  * A block has a tile of TM rows of x and TN of W, of one partition and one row of block scales:
- * tiles begin anew with each partition. It goes through K in steps of 128 columns, copied
- * (cp.async, 16 bytes a thread) to a ring of STAGES buffers, rows of 128 bytes with their 16-byte
- * parts in the order part ^ (row % 8), so that ldmatrix has no bank conflicts. Rows and columns
- * beyond the ends are zeros. WM x WN warps share a tile, and WK of them each step, whose sums meet
- * at the end.
+ * tiles begin anew with each partition. It goes through K in steps of 128 columns, copied by
+ * cp.async, 16 bytes a thread, to a pipeline of STAGES stages. Rows are 128 bytes with their
+ * 16-byte parts in the order part ^ (row % 8), so that ldmatrix has no bank conflicts, and zeros
+ * beyond the ends. WM x WN warps share a tile, and WK of them split K of each step.
  *
- * Few rows are bound by reading W; the more warps in K, the more of them read. Many are bound by
- * the tensor cores and, as f16, by decoding: 5.5 instructions for a register of two values, of
- * which a warp of 64 x 32 needs 24 for 16 products. Where this kernel ran: docs/results/README.md.
- */
+ * What bounds it: reading W, with few rows; more warps in K read faster. With many rows the tensor
+ * cores and, as f16, decoding: 5.5 instructions for a register of two values, of which a warp of 64
+ * x 32 needs 24 for 16 products. Chips that it ran on: docs/results/README.md. */
 #include "core/formats.h"
 #include "core/invariant.h"
 #include "cuda/linear/cuda_linear.h"
@@ -72,24 +68,25 @@ typedef struct {
         }                                                                                          \
     }
 
-/* At most 96 KiB of shared memory each: what every chip has but for 8.0 and 9.0 is 99. */
-static const shape FEW = SHAPE(16, 32, 1, 1, 4, 8), SOME = SHAPE(64, 64, 2, 2, 2, 4),
-                   MANY = SHAPE(128, 128, 2, 4, 1, 3);
+/* Shared memory is at most 96 KiB: every chip has 99 but for 8.0 and 9.0, which have more. */
+static const shape DECODE = SHAPE(16, 32, 1, 1, 4, 8), MEDIUM = SHAPE(64, 64, 2, 2, 2, 4),
+                   PREFILL = SHAPE(128, 128, 2, 4, 1, 3);
 
 static int64_t block_count(const moq_linear_call *call, const shape *s) {
     return (call->m + s->tm - 1) / s->tm * moq_tile_count(call->spec, s->tn);
 }
 
 static const shape *shape_for(const moq_linear_call *call) {
-    if (call->m <= FEW.tm)
-        return &FEW;
-    return call->m <= SOME.tm || block_count(call, &MANY) < call->spec->target.sm_count ? &SOME
-                                                                                        : &MANY;
+    if (call->m <= DECODE.tm)
+        return &DECODE;
+    return call->m <= MEDIUM.tm || block_count(call, &PREFILL) < call->spec->target.sm_count
+               ? &MEDIUM
+               : &PREFILL;
 }
 
-/* Offsets in the workspace. */
+/* Workspace layout of a call. */
 typedef struct {
-    int64_t copies; /* of x in codes, one for each input scale */
+    int64_t copies; /* copies of x as codes, one for each input scale */
     int64_t codes, scales, quantize, end;
 } layout;
 

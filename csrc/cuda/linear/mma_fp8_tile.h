@@ -1,5 +1,5 @@
-/* A tile of the FP8 linear by products of warps: what a block does of mma_fp8_linear.cu, whose head
- * tells how, and of experts (cuda/moe). */
+/* Tile of the FP8 kernels on mma.sync: what a block of mma_fp8_linear.cu, whose head tells the
+ * layouts, and of experts (cuda/moe) computes. */
 #ifndef MOQ_CUDA_LINEAR_MMA_FP8_TILE_H
 #define MOQ_CUDA_LINEAR_MMA_FP8_TILE_H
 
@@ -11,37 +11,38 @@ namespace moq::mma_fp8 {
 
 #define STEP  MMA_ROW  /* columns, a byte each */
 #define SLICE 32       /* columns that registers of one load hold */
-#define UNIT  65536.0f /* what fp16 codes of x and W leave out: 2^8 each */
+#define UNIT  65536.0f /* factor that fp16 codes of x and W leave out: 2^8 each */
 
 typedef struct {
     int64_t m, k;         /* rows and columns of x */
-    const uint8_t *codes; /* of x */
+    const uint8_t *codes; /* codes of x */
     int64_t next_codes;   /* bytes from a partition's codes to the next one's, or 0 */
     int next_row, next_partition;
     int partition_count;
     moq_partitions partitions;
 } fp8_args;
 
-/* A weight and its scales. */
+/* Weight and its scales. */
 typedef struct {
     const uint8_t *weight;
-    const float *x_scale;     /* of x, at row * next_row + partition * next_partition */
-    const float *block_scale; /* of W; x_scale is [K / 128, M] then. Or NULL */
+    const float *x_scale;     /* scale of x at row * next_row + partition * next_partition */
+    const float *block_scale; /* block scales of W, or NULL; with them x_scale is [K / 128, M] */
     const float *output_scale;
 } fp8_weight;
 
-/* What a block computes. */
+/* Tile that a block computes. */
 typedef struct {
     fp8_weight w;
     moq_output out;
-    moq_tile rows; /* of W, at most TN */
+    moq_tile rows; /* rows of W, at most TN */
     int64_t first;
     int tokens; /* rows of x from `first` on, at most TM */
 } fp8_place;
 
 /* ---- codes ---- */
 
-/* The codes in bytes 1 and 3 as two halves times 2^-8; NaN, all of seven bits, stays NaN. */
+/* Converts the codes in bytes 1 and 3 to two halves times 2^-8; NaN, all of seven bits, stays NaN.
+ */
 static __device__ __forceinline__ uint32_t decode_odd(uint32_t codes) {
     uint32_t magnitude = codes >> 1 & 0x3f803f80u;
     uint32_t nan = magnitude + 0x00800080u & 0x40004000u;
@@ -54,14 +55,15 @@ static __device__ __forceinline__ uint32_t decode_even(uint32_t codes) {
 
 /* ---- products ---- */
 
-/* Code for older chips multiplies as f16 whatever it is asked for. */
+/* Code compiled for older chips always multiplies as f16. */
 #if __CUDA_ARCH__ >= 890
 #define HAS_E4M3 true
 #else
 #define HAS_E4M3 false
 #endif
 
-/* sum += X W^T of MT x 16 rows of x, NT x 8 of W and 32 columns, as ldmatrix brings them. */
+/* Adds X W^T to the sums, for MT x 16 rows of x, NT x 8 of W and 32 columns, as ldmatrix loads
+ * them. */
 template <int MT, int NT>
 static __device__ __forceinline__ void
 multiply_as_f16(float (&sum)[MT][NT][4], const uint32_t (&x)[MT][4], const uint32_t (&w)[NT][2]) {
@@ -100,7 +102,8 @@ multiply_as_e4m3(float (&sum)[MT][NT][4], const uint32_t (&x)[MT][4], const uint
 
 /* ---- the tile ---- */
 
-/* By 32 * WM * WN * WK threads, with (TM + TN) * STEP * STAGES bytes of shared memory. */
+/* Computes a tile with 32 * WM * WN * WK threads and (TM + TN) * STEP * STAGES bytes of shared
+ * memory. */
 template <int TM, int TN, int WM, int WN, int WK, int STAGES, bool NATIVE>
 static __device__ __forceinline__ void fp8_tile(const fp8_args &a, const fp8_place &p,
                                                 uint8_t *memory) {
@@ -121,7 +124,7 @@ static __device__ __forceinline__ void fp8_tile(const fp8_args &a, const fp8_pla
     if (block_scale)
         block_scale += (int64_t)moq_block_row(&a.partitions, t.partition, t.begin) * steps;
     uint32_t pipeline = shared_address(memory);
-    /* matrices of ldmatrix: of x rows 0 and 8, then the next part; of W two parts, then rows 8 */
+    /* matrices of ldmatrix: rows 0 and 8 of x, then the next part; two parts of W, then rows 8 */
     uint32_t x_row = (uint32_t)(wm + lane % 16) * STEP;
     uint32_t w_row = (uint32_t)(TM + wn + lane / 16 * 8 + lane % 8) * STEP;
 
@@ -141,7 +144,7 @@ static __device__ __forceinline__ void fp8_tile(const fp8_args &a, const fp8_pla
     float sum[MT][NT][4] = {};
     for (int step = 0; step < steps; step++) {
         copy_async_wait<STAGES - 2>();
-        __syncthreads(); /* this step is there, and the one before has been read by all */
+        __syncthreads(); /* this step has arrived, and all have read the one before */
         int next = step + STAGES - 1;
         if (next < steps) {
             uint32_t to = pipeline + next % STAGES * STAGE;
@@ -149,7 +152,7 @@ static __device__ __forceinline__ void fp8_tile(const fp8_args &a, const fp8_pla
             w.copy(to + TM * STEP);
         }
         copy_async_commit();
-        float scale[MT][2]; /* of the groups of this lane's rows */
+        float scale[MT][2]; /* scales of the groups of this lane's rows */
         float of_w = block_scale ? block_scale[step] : 1.0f;
 #pragma unroll
         for (int i = 0; i < 2 * MT; i++) {

@@ -1,28 +1,27 @@
-/* NVFP4 linear by products of warps, for every chip from Ampere on:
- * y[m, n] = round(f[n] sum_k x[m, k] W[n, k] + bias[n]).
+/* NVFP4 linear on mma.sync, for every chip from Ampere on: y[m, n] = round(f[n] sum_k x[m, k] W[n,
+ * k] + bias[n]).
  *
- * x is bf16 or fp16 [M, K] as it is. W is e2m1 times its block scales, of the packed layout
- * (core/nvfp4_packed.h), f the output_scale of the row, weight_scale_2. A weight under its block
- * scale fits into 16 bits of either kind (cuda/device/nvfp4_decode.h), so that sums in float32 are
- * all that rounds. W is the first operand of mma.m16n8k16 and x the second: sums are of 16 rows of
- * W and 8 of x.
+ * x is bf16 or fp16 [M, K] as it is. W is e2m1 times its block scales, in the packed layout
+ * (core/nvfp4_packed.h); f is the output_scale of the row, weight_scale_2. A weight under its block
+ * scale fits into 16 bits of either type (cuda/device/nvfp4_decode.h), so that only float32 sums
+ * round. W is the first operand of mma.m16n8k16 and x the second: sums are of 16 rows of W and 8 of
+ * x.
  *
- * A block has a tile of ROWS rows of W, whatever partitions they are of, and TOKENS of x. It goes
- * through K in steps of BLOCKS blocks of 64 columns, copied (cp.async, 16 bytes a thread) to a ring
- * of STAGES buffers: units of W as they are in memory, and for each of their columns of units the
- * rows of x, 128 bytes each (cuda/device/mma_tile.h). What lies beyond the ends are zeros. WR x WT
- * warps share the tile, and WK of them the blocks of a step, whose sums meet at the end. Where
- * tiles are too few for the chip, K is also split over blocks of the grid: each writes its sums,
- * and a second kernel adds them in their order.
+ * A block has a tile of ROWS rows of W, across partitions, and TOKENS of x. It goes through K in
+ * steps of BLOCKS blocks of 64 columns, copied by cp.async, 16 bytes a thread, to a pipeline of
+ * STAGES stages: units of W as stored, and for each block of columns the rows of x, 128 bytes each
+ * (cuda/device/mma_tile.h), zeros beyond the ends. WR x WT warps share the tile, and WK of them
+ * split the blocks of a step. With too few tiles for the chip, split-K divides K over blocks of the
+ * grid: each writes its sums, and a second kernel adds them in order.
  *
- * W does not depend on the kernel before, so that the first stages are on their way before it has
- * ended.
+ * W does not depend on the preceding kernel, so that the first stages are under way before it has
+ * ended (PDL).
  *
- * Up to some 16 tokens it is reading W and the instructions of decoding and copying that bound it:
- * of 8 tokens 230 a warp for 2048 weights, which an H200 could issue for 3.3 TB/s of W at most, and
- * does for 2.5. Many tokens are bound by the tensor cores as mma.sync feeds them: a warp has 128
- * products for each 110 instructions that decode 32 rows of a block, and reaches 365 TFLOP/s there.
- */
+ * What bounds it: up to 16 tokens, reading W and the instructions of decoding and copying. With 8
+ * tokens they are 230 a warp for 2048 weights, which an H200 could issue for 3.3 TB/s of W at most,
+ * and does for 2.5. Many tokens are bound by the tensor cores as mma.sync feeds them: a warp has
+ * 128 products for each 110 instructions that decode 32 rows of a block, and reaches 365 TFLOP/s
+ * there. */
 #include "core/invariant.h"
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/mma_nvfp4_tile.h"
@@ -54,13 +53,13 @@ static __global__ void __launch_bounds__(SHAPE::THREADS)
         memory);
 }
 
-/* ---- split sums ---- */
+/* ---- split-K ---- */
 
 #define ADD_THREADS 256
 
-/* y = round(f times the parts' sum, added in their order, + bias) */
+/* Adds the splits' sums in order: y = round(f times the sum + bias). */
 static __global__ void __launch_bounds__(ADD_THREADS)
-    add_parts(const __grid_constant__ linear_args args) {
+    add_splits(const __grid_constant__ linear_args args) {
     const nvfp4_args &a = args.tile;
     int n = (int)(blockIdx.x * ADD_THREADS + threadIdx.x);
     launch_dependents();
@@ -69,9 +68,9 @@ static __global__ void __launch_bounds__(ADD_THREADS)
         return;
     float scale = MOQ_NVFP4_FACTOR * args.output_scale[n], bias = moq_load_bias(&args.out, n);
     for (int64_t m = blockIdx.y; m < a.m; m += gridDim.y) {
-        float sum = a.parts[m * a.n + n];
+        float sum = a.partial_sums[m * a.n + n];
         for (int i = 1; i < a.splits; i++)
-            sum = __fadd_rn(sum, a.parts[(i * a.m + m) * a.n + n]);
+            sum = __fadd_rn(sum, a.partial_sums[(i * a.m + m) * a.n + n]);
         moq_store_output(&args.out, m, n, __fmul_rn(sum, scale), bias);
     }
 }
@@ -80,7 +79,7 @@ static __global__ void __launch_bounds__(ADD_THREADS)
 
 typedef struct {
     int tokens, rows, threads, blocks, shared;
-    int registers;         /* blocks of a multiprocessor that have enough of them */
+    int registers;         /* blocks of a multiprocessor that have enough registers */
     const void *kernel[2]; /* NVFP4_OF_BF16, NVFP4_OF_F16 */
 } shape;
 
@@ -106,7 +105,7 @@ static int64_t tiles_of(const moq_linear_call *call, const shape *s) {
     return (call->m + s->tokens - 1) / s->tokens * rows;
 }
 
-/* The largest tiles where they give nearly all multiprocessors one, else those of few tokens. */
+/* Picks the largest tiles if they give nearly all multiprocessors one, else tiles of few tokens. */
 static const shape *shape_for(const moq_linear_call *call) {
     const shape *most = &SHAPES[SHAPE_COUNT - 1], *s = SHAPES;
     while (s < most && call->m > s->tokens)
@@ -114,14 +113,15 @@ static const shape *shape_for(const moq_linear_call *call) {
     return s == most && tiles_of(call, most) * 8 < call->spec->target.sm_count * 7 ? s - 1 : s;
 }
 
-/* Bytes of shared memory of a multiprocessor; a block takes 1 KiB more than it asks for. */
+/* Shared memory of a multiprocessor in bytes; a block takes 1 KiB more than it asks for. */
 static int shared_of(int32_t capability) {
     if (capability == 80 || capability == 87)
         return 164 << 10;
     return capability / 10 == 9 || capability / 10 == 10 ? 228 << 10 : 100 << 10;
 }
 
-/* As many splits of K as leave no block waiting for another to end, and each eight steps. */
+/* Returns as many splits of K as leave no block waiting for another to end, of at least eight steps
+ * each. */
 static int splits_for(const moq_linear_call *call, const shape *s) {
     const moq_target *target = &call->spec->target;
     int64_t steps = moq_pack_blocks(call->spec->in_features) / s->blocks;
@@ -148,7 +148,7 @@ static linear_args args_of(const moq_linear_call *call, const shape *s, int spli
                                  .slabs = (int)moq_pack_slabs(spec->out_features),
                                  .blocks = (int)moq_pack_blocks(spec->in_features),
                                  .splits = splits,
-                                 .parts = (float *)call->workspace},
+                                 .partial_sums = (float *)call->workspace},
                         .weight = call->weight,
                         .output_scale = call->output_scale,
                         .out = moq_output_of(call),
@@ -185,7 +185,7 @@ extern "C" moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *e
     if (splits == 1)
         return MOQ_OK;
     unsigned wide = (unsigned)((args.tile.n + ADD_THREADS - 1) / ADD_THREADS);
-    return launch(call, (const void *)add_parts, dim3(wide, (unsigned)call->m), ADD_THREADS, 0,
+    return launch(call, (const void *)add_splits, dim3(wide, (unsigned)call->m), ADD_THREADS, 0,
                   &args, err);
 }
 

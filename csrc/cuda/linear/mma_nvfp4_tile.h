@@ -1,5 +1,5 @@
-/* A tile of the NVFP4 linear by products of warps: what a block does of mma_nvfp4_linear.cu, whose
- * head tells how, and of experts (cuda/moe). */
+/* Tile of the NVFP4 kernels on mma.sync: what a block of mma_nvfp4_linear.cu, whose head tells the
+ * layouts, and of experts (cuda/moe) computes. */
 #ifndef MOQ_CUDA_LINEAR_MMA_NVFP4_TILE_H
 #define MOQ_CUDA_LINEAR_MMA_NVFP4_TILE_H
 
@@ -15,7 +15,7 @@ namespace moq::mma_nvfp4 {
 #define LANES      32
 #define VECTOR     16                                   /* bytes of a copy */
 #define UNIT_PARTS (MOQ_PACK_BYTES / VECTOR)            /* copies of a unit */
-#define BLOCK_X    (MOQ_PACK_K * (int)sizeof(uint16_t)) /* bytes of a row of x for one */
+#define BLOCK_X    (MOQ_PACK_K * (int)sizeof(uint16_t)) /* bytes of a row of x in a block of K */
 
 static_assert(BLOCK_X == MMA_ROW, "64 values of x are a row of a step");
 
@@ -24,25 +24,25 @@ typedef struct {
     int64_t x_stride;     /* bytes */
     int64_t m, k;         /* rows and columns of x */
     int n, slabs, blocks; /* rows of W, and the units that hold them */
-    int splits;           /* of K, blockIdx.y being the number of one */
-    float *parts;         /* [splits, m, n] of sums where there are several */
+    int splits;           /* splits of K; blockIdx.y is the number of one */
+    float *partial_sums;  /* [splits, m, n], with several splits */
 } nvfp4_args;
 
-/* What is multiplied: x of its own type, or x that is numbers of codes, as float16, with a scale of
- * each row beside them; weights exactly, or folded to e4m3 (cuda/device/nvfp4_fold.h). */
+/* Operands: x of its own type, or codes as float16 numbers with a scale of each row beside them;
+ * weights exactly, or folded to e4m3 (cuda/device/nvfp4_fold.h). */
 typedef enum { NVFP4_OF_BF16, NVFP4_OF_F16, NVFP4_OF_CODES, NVFP4_FOLDED } nvfp4_format;
 
-/* What a block computes. */
+/* Tile that a block computes. */
 typedef struct {
     const uint8_t *weight;
     const float *output_scale;
     moq_output out;
-    int slab;   /* the first of SHAPE::TILE_SLABS */
+    int slab;   /* first of SHAPE::TILE_SLABS slabs */
     int tokens; /* rows of x from `first` on, at most SHAPE::TOKENS */
     int64_t first;
-    const float *x_scale; /* of codes, at row * next_row */
+    const float *x_scale; /* scale of codes, at row * next_row */
     int next_row;
-    const float *fold_scale; /* of folded weights */
+    const float *fold_scale; /* powers of two of folded weights */
 } nvfp4_place;
 
 /* ---- shapes of tiles ---- */
@@ -54,7 +54,8 @@ struct tiling {
     static constexpr int BLOCKS = BLOCKS_, STAGES = STAGES_;
     static constexpr int THREADS = LANES * WT * WR * WK;
     static constexpr int TILE_SLABS = ROWS / MOQ_PACK_ROWS;
-    static constexpr int SLABS = TILE_SLABS / WR, TILES = TOKENS / WT / 8; /* of a warp */
+    static constexpr int SLABS = TILE_SLABS / WR,
+                         TILES = TOKENS / WT / 8; /* slabs and tiles of a warp */
     static constexpr int X_BYTES = BLOCKS * TOKENS * MMA_ROW;
     static constexpr int STAGE = X_BYTES + BLOCKS * TILE_SLABS * MOQ_PACK_BYTES;
     static_assert(BLOCKS % WK == 0 && STAGE % MMA_ROW == 0, "");
@@ -63,15 +64,15 @@ struct tiling {
 
 /* ---- copies ---- */
 
-/* What a thread copies of W each step, as row_copies does of x: the units of a slab together. */
+/* Copies of W by a thread each step, as row_copies copies x: the units of a slab together. */
 template <class SHAPE> struct unit_copies {
     static constexpr int SLAB = SHAPE::BLOCKS * UNIT_PARTS; /* copies of a slab, side by side */
     static constexpr int ALL = SHAPE::TILE_SLABS * SLAB;
     static constexpr int COUNT = (ALL + SHAPE::THREADS - 1) / SHAPE::THREADS;
 
     const uint8_t *from[COUNT];
-    int block[COUNT]; /* of the step */
-    int blocks;       /* that there are from this step on */
+    int block[COUNT]; /* block of the step */
+    int blocks;       /* blocks left from this step on */
 
     __device__ __forceinline__ unit_copies(const nvfp4_args *a, const uint8_t *weight, int slab,
                                            int first) {
@@ -108,7 +109,7 @@ static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t 
         mma_f16(sum, w, x);
 }
 
-/* The operand of a word of codes; the scales are those of the pair of bytes of its group. */
+/* Decodes the operand of a word of codes, under the scales of its group's pair of bytes. */
 template <nvfp4_format FORM>
 static __device__ __forceinline__ void decode(uint32_t word, uint32_t bytes, bool upper,
                                               uint32_t folds, uint32_t (&w)[4]) {
@@ -119,7 +120,7 @@ static __device__ __forceinline__ void decode(uint32_t word, uint32_t bytes, boo
         moq_nvfp4_fragment<TYPE>(word, moq_nvfp4_scales<TYPE>(bytes, upper), w);
 }
 
-/* What a lane has of a unit: a word of codes and two scales for each group. */
+/* Unit as a lane reads it: a word of codes and two scales for each group. */
 typedef struct {
     uint32_t word[MOQ_PACK_GROUPS];
     uint32_t scale[MOQ_PACK_GROUPS / 2];
@@ -132,16 +133,17 @@ static __device__ __forceinline__ unit_part load_unit(const uint8_t *unit, int l
     return {{words.x, words.y, words.z, words.w}, {scales.x, scales.y}};
 }
 
-/* Where the compiler would decode both halves of a block at once, for which the largest tile has no
- * registers. */
+/* Keeps the compiler from decoding both halves of a block at once, for which the largest tile has
+ * no registers. */
 #if __CUDA_ARCH__ >= 1000
 #define HALF_BY_HALF(form) true
 #else
 #define HALF_BY_HALF(form) ((form) == NVFP4_FOLDED)
 #endif
 
-/* sum += W x^T of a warp's slabs and tokens and 64 columns. `x` is the address of the row and part
- * that a lane names to ldmatrix first, `folds` are those of the lane's rows of each slab. */
+/* Adds W x^T to the sums, for a warp's slabs and tokens and 64 columns. `x` is the address of the
+ * row and part that a lane names to ldmatrix first, `folds` are the powers of two of the lane's
+ * rows of each slab. */
 template <nvfp4_format FORM, class SHAPE>
 static __device__ __forceinline__ void multiply_block(float (&sum)[SHAPE::SLABS][SHAPE::TILES][4],
                                                       const uint8_t *units, uint32_t x, int lane,
@@ -151,7 +153,7 @@ static __device__ __forceinline__ void multiply_block(float (&sum)[SHAPE::SLABS]
     for (int i = 0; i < SHAPE::SLABS; i++)
         part[i] = load_unit(units + i * SHAPE::BLOCKS * MOQ_PACK_BYTES, lane);
 #pragma unroll
-    for (int half = 0; half < 2; half++) { /* two groups, four parts of a row of x */
+    for (int half = 0; half < 2; half++) { /* two groups: four parts of a row of x */
         if (HALF_BY_HALF(FORM))
             __syncwarp();
         uint32_t w[SHAPE::SLABS][2][4];
@@ -181,12 +183,12 @@ static __device__ __forceinline__ void store_sum(const nvfp4_args *a, const moq_
                                                  int64_t m, int n, float sum, float scale,
                                                  float bias) {
     if (a->splits > 1)
-        a->parts[((int64_t)blockIdx.y * a->m + m) * a->n + n] = sum;
+        a->partial_sums[((int64_t)blockIdx.y * a->m + m) * a->n + n] = sum;
     else
         moq_store_output(out, m, n, __fmul_rn(sum, scale), bias);
 }
 
-/* What sums of row n of W are multiplied by. */
+/* Returns what the sums of row n of W are multiplied by. */
 template <nvfp4_format FORM>
 static __device__ __forceinline__ float factor_of(const nvfp4_place *p, int n) {
     return p->output_scale[n] *
@@ -202,7 +204,8 @@ static __device__ __forceinline__ void store_scaled(const nvfp4_place *p, int64_
     moq_store_output(&p->out, m, n, __fmul_rn(sum, __fmul_rn(of_x, scale)), bias);
 }
 
-/* By all threads of a block, with SHAPE::STAGES * SHAPE::STAGE bytes of shared memory. */
+/* Computes a tile with all threads of a block and SHAPE::STAGES * SHAPE::STAGE bytes of shared
+ * memory. */
 template <class SHAPE, nvfp4_format FORM>
 static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvfp4_place &p,
                                                   uint8_t *memory) {
@@ -229,7 +232,7 @@ static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvf
     uint32_t folds[SHAPE::SLABS] = {};
 #pragma unroll
     for (int i = 0; i < SHAPE::SLABS && FORM == NVFP4_FOLDED; i++) {
-        int n = (slab + wr + i) * MOQ_PACK_ROWS + lane / 4; /* those beyond the ends are zeros */
+        int n = (slab + wr + i) * MOQ_PACK_ROWS + lane / 4; /* rows beyond the end are zeros */
         folds[i] = moq_pack_folds(p.fold_scale[min(n, a.n - 1)], p.fold_scale[min(n + 8, a.n - 1)]);
     }
     wait_for_predecessor();
@@ -243,7 +246,7 @@ static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvf
     int stage = 0, free = (SHAPE::STAGES - 1) * SHAPE::STAGE;
     for (int step = 0; step < steps; step++) {
         copy_async_wait<SHAPE::STAGES - 2>();
-        __syncthreads(); /* this step is there, and the one before has been read by all */
+        __syncthreads(); /* this step has arrived, and all have read the one before */
         if (step + SHAPE::STAGES - 1 < steps) {
             w.copy(pipeline + free + SHAPE::X_BYTES);
             x.copy(pipeline + free);
@@ -291,9 +294,9 @@ static __device__ __forceinline__ void nvfp4_tile(const nvfp4_args &a, const nvf
 
 /* ---- shapes ---- */
 
-/* By their tokens, the last for many of them: of some twenty the fastest on an H200
- * (docs/lab/any-chip.md). At most 96 KiB of shared memory: what every chip has but for 8.0 and 9.0
- * is 99. */
+/* Shapes by their tokens, the last for many: the fastest on an H200 of some twenty
+ * (docs/lab/any-chip.md). Shared memory is at most 96 KiB: every chip has 99 but for 8.0 and 9.0,
+ * which have more. */
 typedef tiling<8, 64, 1, 4, 2, 4, 5> tiling_8;
 typedef tiling<16, 64, 1, 4, 2, 4, 5> tiling_16;
 typedef tiling<32, 128, 1, 4, 2, 2, 4> tiling_32;

@@ -1,24 +1,24 @@
-/* The linear of every shape, weight and chip: y[m, n] = round(fx[m] fw[n] sum_k X[m, k] W[n, k] +
+/* Linear of every shape, weight and chip: y[m, n] = round(fx[m] fw[n] sum_k X[m, k] W[n, k] +
  * bias[n]), on plain CUDA cores with float32 sums.
  *
  * W is e4m3 [N, K], e2m1 [N, K / 2] with swizzled block scales, or units of core/nvfp4_packed.h,
- * whose scales are folded into e4m3 where the layer asks for it; X are rows of x, quantized here as
- * the layer prescribes (cpu/cpu_quantize.h has the formulas), or as they are. It is what runs where
- * no kernel of a chip does, and what kernels of chips are compared with on the device.
+ * whose scales are folded into e4m3 if the layer asks for it. X is rows of x, quantized here as the
+ * layer prescribes (cpu/cpu_quantize.h has the formulas), or as they are. This kernel runs if no
+ * kernel of a chip does, and other kernels are compared with it on the device.
  *
- * - A block has TOKENS rows of x and ROWS rows of W for each of its warps. It goes through K in
- *   steps of 512 columns, of which a lane has 16: a block scale of NVFP4 belongs to one lane, and
- *   one of 128 columns to eight.
- * - Of each step, warp i quantizes row i of x into shared memory, as float32, in the order in which
- *   lanes read it without conflicts. Every warp then multiplies the 16 values of each lane with
- *   its rows of W, which it decodes once for all rows of x.
- * - A product of 16 columns is scaled and added to its sum; the lanes' sums meet at the end. The
- *   order is the same for every launch.
- * - Scales that need all of a row, or all of x, come from a pass before (amax), in the workspace.
+ * - A block has TOKENS rows of x, and ROWS rows of W for each of its warps. It goes through K in
+ *   steps of 512 columns, 16 of them a lane's: a block scale of NVFP4 belongs to one lane, and one
+ *   of 128 columns to eight.
+ * - Each step, warp i quantizes row i of x into shared memory, as float32, in the order in which
+ *   lanes read it without conflicts. Every warp then multiplies the 16 values of each lane by its
+ *   rows of W, which it decodes once for all rows of x.
+ * - A product of 16 columns is scaled and added to its sum; the lanes' sums are added at the end.
+ *   The order is the same for every launch.
+ * - Scales that need all of a row, or all of x, come from an earlier pass (amax), in the workspace.
  *
- * Few rows of x are bound by latency, a step after the other; many by the fused multiply-adds, of
- * which a step has 64 for four 16-byte reads from shared memory, beside the decoding (one in eight)
- * and the quantization. */
+ * What bounds it: latency, step after step, with few rows of x; with many the fused multiply-adds,
+ * 64 of them for four 16-byte reads from shared memory, beside decoding (one in eight) and
+ * quantization. */
 #include "core/formats.h"
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/simt_tile.h"
@@ -26,10 +26,10 @@
 
 namespace moq::simt {
 
-#define PARTIALS  256 /* amax of a whole x: at most so many parts */
-#define FEW_TILES 512 /* with fewer blocks than this, a warp takes one row */
+#define PARTIALS  256 /* most partial maxima of a whole x */
+#define FEW_TILES 512 /* with fewer blocks than this, a warp has one row */
 
-/* amax[i] of the rows i, i + blocks, ...; of bits, so that NaN is above all. */
+/* Computes amax[i] of the rows i, i + blocks, ..., as bits, so that NaN is above all. */
 static __global__ void __launch_bounds__(THREADS)
     find_amax(const __grid_constant__ moq_rows x, int64_t m, int64_t k, float *amax) {
     __shared__ uint32_t shared[WARPS];

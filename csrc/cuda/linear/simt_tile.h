@@ -1,5 +1,5 @@
-/* A tile of the linear on plain CUDA cores: what a block does of simt_linear.cu, whose head tells
- * how, and of experts (cuda/moe). */
+/* Tile of the kernels on plain CUDA cores: what a block of simt_linear.cu, whose head tells the
+ * layouts, and of experts (cuda/moe) computes. */
 #ifndef MOQ_CUDA_LINEAR_SIMT_TILE_H
 #define MOQ_CUDA_LINEAR_SIMT_TILE_H
 
@@ -18,15 +18,15 @@ namespace moq::simt {
 #define LANE_K       16    /* columns of a lane */
 #define STEP         (32 * LANE_K)
 #define THREADS      (32 * WARPS)
-#define PREFILL_ROWS 4 /* rows of W of a warp, where there is work enough */
+#define PREFILL_ROWS 4 /* rows of W of a warp, with work enough */
 
-/* The tensors of a weight. */
+/* Tensors of a weight. */
 typedef struct {
     const uint8_t *weight;
     const void *weight_scale;
-    const float *output_scale; /* [N], or NULL for blocks */
-    const float *fold_scale;   /* [N] of FOLDED */
-    const float *input_scale;  /* one a partition, or NULL */
+    const float *output_scale; /* [N], or NULL with block scales */
+    const float *fold_scale;   /* [N], of FOLDED */
+    const float *input_scale;  /* one for each partition, or NULL */
 } simt_weight;
 
 /* Rows of x that are codes already. */
@@ -40,7 +40,7 @@ typedef struct {
 
 typedef struct {
     moq_rows x;
-    simt_codes coded; /* instead, of experts */
+    simt_codes coded; /* codes in place of x, of experts */
     int64_t k;
     const float *amax; /* [rows of x] for tokens, or [parts] of x without an input_scale */
     int parts;
@@ -48,13 +48,13 @@ typedef struct {
     moq_partitions partitions;
 } simt_args;
 
-/* What a block computes. */
+/* Tile that a block computes. */
 typedef struct {
     simt_weight w;
     moq_output out;
-    moq_tile rows; /* of W, WARPS times as many as a warp has */
-    int64_t first; /* row of x */
-    int tokens;    /* rows of x from it on, at most TOKENS */
+    moq_tile rows; /* rows of W, WARPS times as many as a warp has */
+    int64_t first; /* first row of x */
+    int tokens;    /* rows of x from `first` on, at most TOKENS */
 } simt_place;
 
 /* ---- x ---- */
@@ -70,7 +70,7 @@ static __device__ __forceinline__ uint32_t max_of_block(uint32_t bits, uint32_t 
     return bits;
 }
 
-/* The one scale of x in this partition: given, or of the amax of all of it. */
+/* Returns the one scale of x in this partition: given, or of the amax of all of it. */
 template <int MODE>
 static __device__ __forceinline__ float tensor_scale(const simt_args *a, const simt_place *p,
                                                      uint32_t *shared) {
@@ -84,8 +84,8 @@ static __device__ __forceinline__ float tensor_scale(const simt_args *a, const s
     return scale == 0.0f ? 1.0f : scale;
 }
 
-/* What the codes of a lane's values mean, without the scale of the row. By groups, the lanes of a
- * group get its scale in *scale. */
+/* Rounds a lane's values to what their codes mean, without the scale of the row. By groups, the
+ * lanes of a group get its scale in *scale. */
 template <int MODE>
 static __device__ __forceinline__ void quantize(float (&value)[LANE_K], float *scale) {
     if (MODE == MOQ_INPUT_AS_IS)
@@ -105,16 +105,16 @@ static __device__ __forceinline__ void quantize(float (&value)[LANE_K], float *s
 
 /* ---- W ---- */
 
-/* How it is stored. FOLDED is PACKED with scales to be folded. */
+/* Storage of W. FOLDED is PACKED with scales to be folded. */
 enum { E4M3_ROW, E4M3_BLOCK, E2M1, PACKED, FOLDED };
 
-/* Powers of two that the decoding leaves out: the biases of fp16 and of the format differ. */
+/* Powers of two that decoding leaves out: the biases of fp16 and of the format differ. */
 #define E4M3_UNIT 256.0f
 #define E2M1_UNIT 16384.0f
 
 typedef struct {
-    uint4 codes; /* of e2m1 the first half */
-    float scale; /* e2m1: of the lane's columns; blocks: of the lane's 128 */
+    uint4 codes; /* e2m1: the first half */
+    float scale; /* e2m1: scale of the lane's columns; blocks: of the lane's 128 */
 } weights;
 
 static __device__ __forceinline__ float2 halves(uint32_t pair) {
@@ -123,7 +123,7 @@ static __device__ __forceinline__ float2 halves(uint32_t pair) {
     return __half22float2(h);
 }
 
-/* Bits as fp16: sign, then exponent and significand in its places. */
+/* Bits as fp16: sign, then exponent and significand in their places. */
 static __device__ __forceinline__ void decode_e4m3(uint4 codes, float (&w)[LANE_K]) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -161,7 +161,7 @@ static __device__ __forceinline__ uint4 load_e4m3(const uint8_t *row, int64_t co
     return codes;
 }
 
-/* The lane's group of row n from its unit. */
+/* Loads the lane's group of row n from its unit. */
 static __device__ __forceinline__ weights load_packed(const uint8_t *weight, int64_t k, int64_t n,
                                                       int64_t column) {
     int r = n % MOQ_PACK_ROWS, g = r % 8, h = r / 8;
@@ -178,7 +178,7 @@ static __device__ __forceinline__ weights load_packed(const uint8_t *weight, int
     return w;
 }
 
-/* The lane's columns of row n of W, zeros from k on. */
+/* Loads the lane's columns of row n of W, zeros from k on. */
 template <int WEIGHT>
 static __device__ __forceinline__ weights load_weights(const simt_weight *from, int64_t k,
                                                        int64_t n, int64_t padded_row,
@@ -207,7 +207,7 @@ static __device__ __forceinline__ weights load_weights(const simt_weight *from, 
     return w;
 }
 
-/* The values of codes without the unit of their format, which sums get at the end; folded weights
+/* Decodes values without the unit of their format, which the sums get at the end; folded weights
  * have none. */
 template <int WEIGHT>
 static __device__ __forceinline__ void decode(const weights &in, float (&w)[LANE_K]) {
@@ -221,8 +221,9 @@ static __device__ __forceinline__ void decode(const weights &in, float (&w)[LANE
         w[i] = round_e4m3(w[i] * E2M1_UNIT * in.scale);
 }
 
-/* What of the unit sums get, and what goes to the factor of the row: of e2m1 as much as the kernels
- * of tensor cores leave out of their products, so that sums overflow where theirs do. */
+/* Parts of the unit: what sums get, and what the scale of the row gets. Sums of e2m1 get as much as
+ * the tensor-core kernels leave out of their products, so that they overflow at the same numbers.
+ */
 template <int WEIGHT> static __device__ __forceinline__ float unit_of_sums(void) {
     if (WEIGHT == E2M1 || WEIGHT == PACKED)
         return E2M1_UNIT / MOQ_NVFP4_FACTOR;
@@ -235,7 +236,7 @@ template <int WEIGHT> static __device__ __forceinline__ float unit_of_factors(vo
 
 /* ---- codes of x ---- */
 
-/* What e4m3 codes mean, NaN too. */
+/* Decodes e4m3 codes, NaN too. */
 static __device__ __forceinline__ void decode_coded(uint4 codes, float (&value)[LANE_K]) {
     decode_e4m3(codes, value);
 #pragma unroll
@@ -245,7 +246,7 @@ static __device__ __forceinline__ void decode_coded(uint4 codes, float (&value)[
     }
 }
 
-/* As moq_load_values and quantize together, where there is nothing left to quantize. */
+/* Loads values of codes, where nothing is left to quantize. */
 template <int MODE>
 static __device__ __forceinline__ void load_coded(const simt_args *a, int64_t row, int64_t column,
                                                   float (&value)[LANE_K], float *scale) {
@@ -272,7 +273,7 @@ static __device__ __forceinline__ void load_coded(const simt_args *a, int64_t ro
         value[i] = __fmul_rn(value[i] * E2M1_UNIT, block);
 }
 
-/* The scale of a token's row. */
+/* Returns the scale of a token's row. */
 static __device__ __forceinline__ float scale_of_token(const simt_args *a, int64_t row) {
     return a->coded.codes ? a->amax[row] : moq_token_scale(a->amax[row]);
 }
@@ -305,7 +306,7 @@ static __device__ __forceinline__ void simt_tile(const simt_args &args, const si
             w[r] = load_weights<WEIGHT>(&p.w, args.k, n,
                                         moq_padded_row(&args.partitions, t.partition, n), column);
         }
-        __syncthreads(); /* the values of the step before have been read */
+        __syncthreads(); /* all have read the values of the step before */
         if (warp < tokens) {
             float value[LANE_K];
             if (MODE != MOQ_INPUT_AS_IS && args.coded.codes) {
@@ -373,12 +374,12 @@ static __device__ __forceinline__ void simt_tile(const simt_args &args, const si
 
 /* ---- instances ---- */
 
-/* How x is read: a layer that leaves the choice to the library is computed exactly. */
+/* Mode by which x is read: a layer that leaves the choice to the library is computed exactly. */
 static inline moq_input_mode input_of(const moq_linear_spec *spec) {
     return moq_linear_has_choice(spec) ? MOQ_INPUT_AS_IS : spec->input;
 }
 
-/* The kernel of a layer, of those that KERNEL<MODE, WEIGHT>::of(few) tells. */
+/* Returns the kernel of a layer among KERNEL<MODE, WEIGHT>::of(few). */
 template <template <int, int> class KERNEL>
 static const void *kernel_for(const moq_linear_spec *spec, bool few) {
     bool packed = spec->weight == MOQ_WEIGHT_E2M1_PACKED;

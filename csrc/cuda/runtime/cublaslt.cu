@@ -1,4 +1,4 @@
-/* Finding and opening cuBLASLt: see cublaslt.h and cublaslt_api.h. */
+/* Search for cuBLASLt and its opening: see cublaslt.h and cublaslt_api.h. */
 #include "cuda/cuda.h"
 #include "cuda/runtime/cublaslt.h"
 #include "cuda/runtime/cublaslt_api.h"
@@ -21,7 +21,7 @@ static struct cublaslt_state {
 
 /* ---- the library ---- */
 
-/* Takes the functions of an open library. */
+/* Looks up the functions of an open library. */
 static bool take(void *library, char *reason, size_t size) {
     static const char *const NAME[] = {
 #define MOQ_CUBLASLT_NAME(name, result, parameters) #name,

@@ -1,23 +1,23 @@
-/* What is used of cuBLASLt's C interface, declared here, so that no header of it is needed to
- * build.
+/* The part of cuBLASLt's C interface that moqext uses, declared here, so that no header of the
+ * library is needed to build.
  *
  * Every number and function stands in NVIDIA's cublasLt.h, cublas_api.h (cublasStatus_t,
  * cublasOperation_t, cublasComputeType_t) or library_types.h (cudaDataType) of CUDA 13.0 under the
- * name it has here, numbers behind MOQ_, and is described in "cuBLAS, Using the cuBLASLt API". A
- * number keeps its meaning and a function its parameters within a major version of the library,
- * which is asked for its version before it is used. tests/cuda/test_cublaslt_abi.py compares this
- * file with the headers, and the sizes with the library, where there are some.
+ * same name, numbers behind MOQ_, and is described in "cuBLAS, Using the cuBLASLt API". Within a
+ * major version, numbers keep their meaning and functions their parameters; the version is checked
+ * before use. tests/cuda/test_cublaslt_abi.py compares this file with the headers, and the sizes
+ * with the library, where there are some.
  *
- * Types: every enumeration is passed as an int32_t, as which C passes it (they have four bytes);
- * a pointer to an opaque type as a void pointer. */
+ * Types: an enumeration is passed as an int32_t, as C passes it (they have four bytes); a pointer
+ * to an opaque type as a void pointer. */
 #ifndef MOQ_CUDA_RUNTIME_CUBLASLT_ABI_H
 #define MOQ_CUDA_RUNTIME_CUBLASLT_ABI_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* cublasLtGetVersion: 10000 * major + 100 * minor + patch. What is used has been there since 12.9,
- * but another major version may have other numbers and other sizes. */
+/* Versions of cublasLtGetVersion: 10000 * major + 100 * minor + patch. Everything used exists since
+ * 12.9; another major version may have other numbers and sizes. */
 #define MOQ_CUBLASLT_MAJOR  13
 #define MOQ_CUBLASLT_SONAME "libcublasLt.so.13"
 
@@ -32,7 +32,7 @@
     X(CUDA_R_16BF, 14)                                                                             \
     X(CUDA_R_8F_E4M3, 28)                                                                          \
     X(CUDA_R_4F_E2M1, 33)                                                                          \
-    /* cublasLtMatmulDescAttributes_t; what each takes: */                                         \
+    /* cublasLtMatmulDescAttributes_t, and the type of each attribute: */                          \
     X(CUBLASLT_MATMUL_DESC_POINTER_MODE, 2)     /* int32_t, of alpha and beta */                   \
     X(CUBLASLT_MATMUL_DESC_TRANSA, 3)           /* int32_t, cublasOperation_t */                   \
     X(CUBLASLT_MATMUL_DESC_EPILOGUE, 7)         /* uint32_t, cublasLtEpilogue_t */                 \
@@ -51,10 +51,10 @@
     X(CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F, 3)                                               \
     X(CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F, 4)                                                  \
     X(CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F, 5)                                              \
-    /* cublasLtMatmulPreferenceAttributes_t; what each takes: */                                   \
+    /* cublasLtMatmulPreferenceAttributes_t, and the type of each attribute: */                    \
     X(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, 1)   /* uint64_t */                                \
     X(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, 3) /* uint32_t */                                \
-    X(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, 5) /* uint32_t, as the next three */             \
+    X(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, 5) /* uint32_t, and so are the next three */     \
     X(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, 6)                                               \
     X(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, 7)                                               \
     X(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, 8)                                               \
@@ -67,9 +67,9 @@ enum {
 #undef MOQ_CUBLASLT_NUMBER
 };
 
-/* Opaque structures that the caller makes room for and cublasLt*Init_internal fills. The library is
- * told how much room there is and uses no more of it; newer ones ask for more in their header, but
- * take the room of 13.0, which is what these have. */
+/* Opaque structures that the caller allocates and cublasLt*Init_internal fills. The library is told
+ * their size and uses no more; newer headers have larger ones, but the library accepts the sizes of
+ * 13.0. */
 typedef struct {
     uint64_t data[32]; /* cublasLtMatmulDescOpaque_t */
 } moq_cublaslt_product;
@@ -86,17 +86,16 @@ typedef struct {
     uint64_t data[8]; /* cublasLtMatmulAlgo_t */
 } moq_cublaslt_algorithm;
 
-/* cublasLtMatmulHeuristicResult_t: an element of an array that the library writes, so of its size.
- */
+/* cublasLtMatmulHeuristicResult_t: the library writes an array of them, so their size is exact. */
 typedef struct {
     moq_cublaslt_algorithm algorithm;
     size_t workspace_bytes;
-    int32_t state; /* cublasStatus_t; the rest holds where it is CUBLAS_STATUS_SUCCESS */
+    int32_t state; /* cublasStatus_t; the rest is valid if it is CUBLAS_STATUS_SUCCESS */
     float waves;
     int32_t reserved[4];
 } moq_cublaslt_proposal;
 
-/* Every function of the library that is used, once: name, result, parameters. `handle` is a
+/* List of the library's functions that are used: name, result, parameters. `handle` is a
  * cublasLtHandle_t, `stream` a cudaStream_t. */
 #define MOQ_CUBLASLT_FUNCTIONS(X)                                                                  \
     X(cublasLtCreate, int32_t, (void **handle))                                                    \
@@ -125,7 +124,7 @@ typedef struct {
       (moq_cublaslt_matrix * matrix, size_t size, int32_t type, uint64_t rows, uint64_t columns,   \
        int64_t stride))
 
-/* The functions of an open library. */
+/* Functions of an open library. */
 typedef struct {
 #define MOQ_CUBLASLT_MEMBER(name, result, parameters) result(*name) parameters;
     MOQ_CUBLASLT_FUNCTIONS(MOQ_CUBLASLT_MEMBER)

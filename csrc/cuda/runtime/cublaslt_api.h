@@ -7,46 +7,46 @@
 #include "core/tensor.h"
 #include "cuda/runtime/cublaslt_abi.h"
 
-/* The functions, once the library was found; `handle` is that of a device, the current one. A
- * handle is made on first use, which a stream that is being captured refuses. */
+/* Returns the functions, once the library was found, and the handle of the current device. A handle
+ * is made at first use, which a stream that is being captured refuses. */
 moq_status moq_cublaslt_open(int32_t device, void *stream, const moq_cublaslt_api **api,
                              void **handle, moq_err *err);
 
 typedef enum {
     MOQ_SCALED_TENSOR, /* one scale of x, one of w, or NULL for 1 */
-    MOQ_SCALED_VECTOR, /* one a row of x, one a row of w; sm_90 alone, like the next */
+    MOQ_SCALED_VECTOR, /* one a row of x, one a row of w; only on sm_90 */
     MOQ_SCALED_BLOCK,  /* x: [K / 128][m]; w: [n / 128][K / 128], both rounded up, the last to 4 */
     MOQ_SCALED_NVFP4 /* e4m3 for 16 columns, swizzled (core/swizzle.h), and alpha; from sm_100 on */
 } moq_scaling;
 
-/* y[m, n] = round(alpha sum_k sx x[m, k] sw w[n, k] + bias[n]), x and w contiguous e4m3, or e2m1
- * for MOQ_SCALED_NVFP4, all pointers multiples of 16 bytes, k, n and the rows of y likewise (of
- * e2m1 k of 32); m a multiple of 4 for MOQ_SCALED_BLOCK. The bias is of y's dtype, float16 or
- * bfloat16, or NULL. */
+/* Multiplies y[m, n] = round(alpha sum_k sx x[m, k] sw w[n, k] + bias[n]). x and w are contiguous
+ * e4m3, or e2m1 for MOQ_SCALED_NVFP4; all pointers, k, n and rows of y are multiples of 16 bytes (k
+ * of e2m1 a multiple of 32), and m is a multiple of 4 for MOQ_SCALED_BLOCK. The bias is of y's
+ * dtype, float16 or bfloat16, or NULL. */
 typedef struct {
     int32_t device; /* the current one */
     moq_scaling scaling;
-    bool fast_accum; /* sums as the tensor cores have them; for scales of tensors and vectors */
+    bool fast_accum; /* sums stay in the tensor cores; for scales of tensors and vectors */
     int64_t m, n, k;
     const uint8_t *x, *w;
-    const void *x_scale, *w_scale; /* float32 where nothing else is said */
-    const float *alpha;            /* on the device, and after it a zero; NULL for 1 */
+    const void *x_scale, *w_scale; /* float32 unless noted above */
+    const float *alpha;            /* on the device, followed by a zero; NULL for 1 */
     void *y;
     moq_dtype dtype;
     int64_t y_stride; /* elements */
     const void *bias;
-    /* Memory for the library; the choice among its algorithms depends on how much there is. */
+    /* Workspace of the library; the choice among its algorithms depends on the size. */
     void *workspace;
     size_t workspace_bytes;
-    /* Which of the algorithms that the library proposes, best first. */
+    /* Number among the algorithms that the library proposes, best first. */
     int32_t variant;
     void *stream;
 } moq_matmul;
 
-/* The most algorithms that are asked for. */
+/* Most algorithms that are asked for. */
 #define MOQ_MAX_ALGORITHMS 8
 
-/* How many algorithms there are for a product; 0 where the library has none or is not there. */
+/* Returns the number of algorithms for a product; 0 if the library has none or is absent. */
 int moq_matmul_variants(const moq_matmul *p);
 moq_status moq_matmul_run(const moq_matmul *p, moq_err *err);
 

@@ -1,11 +1,11 @@
-/* The product of cuBLASLt: see cublaslt_api.h.
+/* Product of cuBLASLt: see cublaslt_api.h.
  *
  * The library sees matrices by columns: our y [m, n] is its D [n, m], w the transposed A, x is B.
- * Sums are promoted to float32 unless the caller does without (fast accumulation), and split sums
- * are added in float32, so that y is rounded once and is the same in every run.
+ * Sums are promoted to float32 unless the caller asks for fast accumulation, and split-K sums are
+ * added in float32, so that y is rounded once and is the same in every run.
  *
- * Asking the library for algorithms costs tens of microseconds, so what it proposed is kept, by
- * everything it depends on, with m rounded up to a bucket. */
+ * Asking the library for algorithms costs tens of microseconds. Its proposals are therefore kept,
+ * by everything they depend on, with m rounded up to a bucket. */
 #include "core/linear.h"
 #include "cuda/runtime/cublaslt_api.h"
 
@@ -87,7 +87,7 @@ static int32_t codes_of(const moq_matmul *p) {
     return p->scaling == MOQ_SCALED_NVFP4 ? MOQ_CUDA_R_4F_E2M1 : MOQ_CUDA_R_8F_E4M3;
 }
 
-/* A product of m rows that is `p` otherwise. */
+/* Describes a product like `p` with m rows. */
 static moq_status describe(const moq_cublaslt_api *api, const moq_matmul *p, int64_t m,
                            descriptors *d, moq_err *err) {
     MOQ_TRY(check(api,
@@ -109,7 +109,7 @@ static moq_status describe(const moq_cublaslt_api *api, const moq_matmul *p, int
 
 /* ---- algorithms ---- */
 
-/* What the library's proposals depend on; compared as bytes, so without gaps. */
+/* Key of the library's proposals; compared as bytes, so without gaps. */
 typedef struct {
     int64_t m, n, k, y_stride, workspace;
     int32_t device, scaling, dtype, bias, fast_accum, alpha;
@@ -117,11 +117,11 @@ typedef struct {
 
 typedef struct {
     algorithm_key key;
-    int count; /* 0: a free place */
+    int count; /* 0 for a free place */
     moq_cublaslt_algorithm algorithm[MOQ_MAX_ALGORITHMS];
 } algorithm_list;
 
-/* A list has one place; another of the same place takes it. */
+/* Table of lists: each list has one place, and another list of the same place replaces it. */
 #define PLACES 1024
 
 static struct kept_algorithms {
@@ -202,7 +202,7 @@ static moq_status ask(const moq_cublaslt_api *api, void *handle, const moq_matmu
                     api->cublasLtGetStatusName(status));
 }
 
-/* Algorithm `variant`, or the last there is; `count` is how many there are. */
+/* Returns algorithm `variant`, or the last one; `count` is the number of algorithms. */
 static moq_status find_algorithm(const moq_cublaslt_api *api, void *handle, const moq_matmul *p,
                                  moq_cublaslt_algorithm *algorithm, int *count, moq_err *err) {
     algorithm_key key = key_of(p);

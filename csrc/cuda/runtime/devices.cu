@@ -1,6 +1,7 @@
-/* The devices: how many the driver offers and what each is. See cuda.h.
+/* Devices that the driver offers, and what each is. See cuda.h.
  *
- * The runtime is linked statically, so this works, and fails with a reason, without a driver. */
+ * The CUDA runtime is linked statically, so this works, and fails with a reason, without a driver.
+ */
 #include "cuda/runtime/driver.h"
 #include "cuda/runtime/launch.h"
 
@@ -76,8 +77,8 @@ extern "C" moq_status moq_cuda_query_device(int index, moq_cuda_device *out, moq
     return MOQ_OK;
 }
 
-/* By the driver, which makes no context current; without one there is only the default stream,
- * which nothing captures. */
+/* Asks the driver, which makes no context current. Without a driver there is only the default
+ * stream, which nothing captures. */
 extern "C" bool moq_cuda_is_capturing(void *stream) {
     const moq_driver *driver;
     CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
@@ -88,7 +89,8 @@ extern "C" bool moq_cuda_is_capturing(void *stream) {
            status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-/* The primary context of a device, which the runtime uses too; kept from the first call on. */
+/* Retains the primary context of a device, which the CUDA runtime uses too, from the first call on.
+ */
 static moq_status find_context(const moq_driver *driver, int32_t device, CUcontext *context,
                                moq_err *err) {
     CUdevice handle;
@@ -100,7 +102,7 @@ static moq_status find_context(const moq_driver *driver, int32_t device, CUconte
     if (*context)
         return MOQ_OK;
     pthread_mutex_lock(&table.lock);
-    if (!table.context[device]) { /* else another thread was here first */
+    if (!table.context[device]) { /* otherwise another thread was here first */
         status = moq_cuda_check_driver(driver->device(&handle, device), "cuDeviceGet", err);
         if (status == MOQ_OK)
             status = moq_cuda_check_driver(driver->primary_context(context, handle),
@@ -113,9 +115,9 @@ static moq_status find_context(const moq_driver *driver, int32_t device, CUconte
     return status;
 }
 
-/* By contexts and not by cudaSetDevice: a thread that has none, because it is new or because
- * another library took it away, gets one for the call, and one of another device has its own back,
- * without one being made for a device that nobody uses. */
+/* Makes a device current by its context, not by cudaSetDevice. A thread without a context, because
+ * it is new or another library took it away, has one for the call. A thread of another device gets
+ * its own back, without a context for a device that nobody uses. */
 static moq_status enter(int32_t device, bool *entered, moq_err *err) {
     const moq_driver *driver;
     CUcontext wanted, current = NULL;
@@ -126,7 +128,7 @@ static moq_status enter(int32_t device, bool *entered, moq_err *err) {
     MOQ_TRY(moq_cuda_check_driver(driver->current_context(&current), "cuCtxGetCurrent", err));
     if (current == wanted)
         return MOQ_OK;
-    /* A context of the caller's own on the same device stays: his memory is its. */
+    /* Keeps a context of the caller's own on the same device: the caller's memory belongs to it. */
     if (current && driver->current_device(&now) == CUDA_SUCCESS && now == device)
         return MOQ_OK;
     MOQ_TRY(moq_cuda_check_driver(driver->push_context(wanted), "cuCtxPushCurrent", err));
@@ -134,8 +136,7 @@ static moq_status enter(int32_t device, bool *entered, moq_err *err) {
     return MOQ_OK;
 }
 
-/* The device that the thread has entered and not left; -1 too behind one that was entered within
- * another. */
+/* Device that the thread has entered and not left; -1 also after a nested one was left. */
 static __thread struct entered_device {
     int32_t number;
 } inside = {-1};
@@ -167,7 +168,7 @@ extern "C" moq_status moq_cuda_order(void *before, void *after, moq_err *err) {
     cudaError_t status = cudaEventRecord(event, (cudaStream_t)before);
     if (status == cudaSuccess)
         status = cudaStreamWaitEvent((cudaStream_t)after, event, 0);
-    cudaEventDestroy(event); /* when it has happened */
+    cudaEventDestroy(event); /* destroyed when it has happened */
     return moq_cuda_check(status, "ordering two streams", err);
 }
 

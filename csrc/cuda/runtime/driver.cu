@@ -34,7 +34,7 @@ moq_status moq_cuda_find_driver(const moq_driver **driver, moq_err *err) {
     if (__atomic_load_n(&found.ready, __ATOMIC_ACQUIRE))
         return MOQ_OK;
     pthread_mutex_lock(&found.lock);
-    if (!found.ready) { /* else another thread was here first */
+    if (!found.ready) { /* otherwise another thread was here first */
         status = find_all(&found.driver, err);
         __atomic_store_n(&found.ready, status == MOQ_OK, __ATOMIC_RELEASE);
     }
@@ -42,7 +42,7 @@ moq_status moq_cuda_find_driver(const moq_driver **driver, moq_err *err) {
     return status;
 }
 
-/* Errors of the driver have the numbers of the runtime's. */
+/* Driver errors have the numbers of the runtime's. */
 moq_status moq_cuda_check_driver(CUresult result, const char *what, moq_err *err) {
     return moq_cuda_check((cudaError_t)result, what, err);
 }

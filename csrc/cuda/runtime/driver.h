@@ -1,4 +1,4 @@
-/* Functions of the CUDA driver, found by entry point: nothing is linked with it. */
+/* Functions of the CUDA driver, looked up by name: nothing is linked with it. */
 #ifndef MOQ_CUDA_RUNTIME_DRIVER_H
 #define MOQ_CUDA_RUNTIME_DRIVER_H
 
@@ -8,7 +8,7 @@
 #include <cuda_runtime_api.h>
 #include <cudaTypedefs.h>
 
-/* X(member, name, version): each as the driver of that version had it. */
+/* List of functions as X(member, name, version): each as the driver of that version had it. */
 #define MOQ_DRIVER_FUNCTIONS(X)                                                                    \
     X(init, cuInit, 2000)                                                                          \
     X(device, cuDeviceGet, 2000)                                                                   \
@@ -27,14 +27,14 @@ typedef struct {
 #undef MOQ_DRIVER_MEMBER
 } moq_driver;
 
-/* The driver, ready for use; any thread may ask. MOQ_ERR_INTERNAL where there is none. */
+/* Returns the driver, ready for use, in any thread. MOQ_ERR_INTERNAL without a driver. */
 moq_status moq_cuda_find_driver(const moq_driver **driver, moq_err *err);
 
-/* The number of the current device, without a question to the runtime between moq_cuda_enter and
- * moq_cuda_leave. */
+/* Returns the number of the current device; between moq_cuda_enter and moq_cuda_leave the CUDA
+ * runtime is not asked. */
 cudaError_t moq_cuda_current_device(int *device);
 
-/* MOQ_ERR_INTERNAL naming the operation, where `result` is an error. */
+/* Returns MOQ_ERR_INTERNAL naming the operation if `result` is an error. */
 moq_status moq_cuda_check_driver(CUresult result, const char *what, moq_err *err);
 
 #endif

@@ -1,6 +1,6 @@
-/* Launching: see launch.h.
+/* Kernel launches: see launch.h.
  *
- * Kernels are launched by the driver, which takes 0.2 us less of the host than by the runtime
+ * The driver launches kernels, which takes the host 0.2 us less than the CUDA runtime does
  * (docs/lab/host-path.md). The runtime loads them and makes contexts: see moq_cuda_enter. */
 #include "cuda/runtime/launch.h"
 
@@ -11,10 +11,9 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-/* More shared memory than 48 KB has to be asked for, kernel by kernel. What a kernel declares
- * counts, too, up to 16 KB of it here. */
+/* Largest shared memory that a kernel has unasked, 48 KB, less up to 16 KB that it declares. */
 #define SHARED_WITHOUT_ASKING (32 * 1024)
-/* Places for kernels, more than there are. */
+/* Places for kernels, more than there are kernels. */
 #define PLACES 1024
 
 moq_status moq_cuda_check(cudaError_t status, const char *what, moq_err *err) {
@@ -24,7 +23,7 @@ moq_status moq_cuda_check(cudaError_t status, const char *what, moq_err *err) {
                     cudaGetErrorName(status));
 }
 
-/* What the environment said when it was first asked; several threads may find out the same. */
+/* Switches from the environment, read at first use; several threads may read the same. */
 typedef enum { NOT_ASKED, UNSET, OFF, ON } answer;
 
 static struct process_facts {
@@ -45,18 +44,18 @@ static answer ask_once(answer *known, const char *name) {
 
 typedef struct {
     const void *kernel; /* written last; NULL for a free place */
-    CUkernel handle;    /* as the driver knows it, whichever the context */
-    uint64_t allowed;   /* a bit for each device where it may have all the shared memory */
-    uint64_t asked;     /* for each where it is known whether its code is recent */
+    CUkernel handle;    /* handle in the driver, valid in every context */
+    uint64_t allowed;   /* bit for each device on which it may have all shared memory */
+    uint64_t asked;     /* bit for each device on which its code's age is known */
     uint64_t recent;
 } known_kernel;
 
 static struct kernel_table {
-    pthread_mutex_t lock; /* of those who write a place */
+    pthread_mutex_t lock; /* held to write a place */
     known_kernel place[PLACES];
 } table = {PTHREAD_MUTEX_INITIALIZER, {}};
 
-/* Its place, or the free one that it will have. */
+/* Returns a kernel's place, or the free one that it will have. */
 static known_kernel *place_of(const void *kernel) {
     size_t at = (size_t)((uint64_t)(uintptr_t)kernel * 0x9e3779b97f4a7c15ull >> 54);
     static_assert(PLACES == 1024, "the hash has ten bits");
@@ -71,7 +70,7 @@ static cudaError_t learn(const void *kernel) {
     pthread_mutex_lock(&table.lock);
     known_kernel *k = place_of(kernel);
     cudaError_t status = cudaSuccess;
-    if (!k->kernel) { /* else another thread was here first */
+    if (!k->kernel) { /* otherwise another thread was here first */
         status = cudaGetKernel(&k->handle, kernel);
         if (status == cudaSuccess)
             __atomic_store_n(&k->kernel, kernel, __ATOMIC_RELEASE);
@@ -80,14 +79,15 @@ static cudaError_t learn(const void *kernel) {
     return status;
 }
 
-/* Dynamic shared memory up to the limit of the current device, once a kernel and device. */
+/* Allows dynamic shared memory up to the limit of the current device, once for each kernel and
+ * device. */
 static cudaError_t allow_shared(known_kernel *k) {
     cudaFuncAttributes attributes;
     int device, limit;
     cudaError_t status = moq_cuda_current_device(&device);
     if (status != cudaSuccess)
         return status;
-    uint64_t bit = 1ull << device; /* there are at most 64: moq_cuda_query_device */
+    uint64_t bit = 1ull << device; /* at most 64 devices: moq_cuda_query_device */
     if (__atomic_load_n(&k->allowed, __ATOMIC_RELAXED) & bit)
         return cudaSuccess;
     if ((status = cudaFuncGetAttributes(&attributes, k->kernel)) != cudaSuccess ||
@@ -100,13 +100,13 @@ static cudaError_t allow_shared(known_kernel *k) {
     return cudaSuccess;
 }
 
-/* Code of before 9.0 runs on later devices too, compiled by the driver from PTX. */
+/* Code from before 9.0 runs on later devices too, compiled by the driver from PTX. */
 static bool is_recent(known_kernel *k) {
     cudaFuncAttributes attributes;
     int device;
     if (moq_cuda_current_device(&device) != cudaSuccess)
         return false;
-    uint64_t bit = 1ull << device; /* as in allow_shared */
+    uint64_t bit = 1ull << device; /* at most 64 devices, as in allow_shared */
     if (!(__atomic_load_n(&k->asked, __ATOMIC_ACQUIRE) & bit)) {
         if (cudaFuncGetAttributes(&attributes, k->kernel) == cudaSuccess &&
             attributes.ptxVersion >= 90)

@@ -1,6 +1,6 @@
-/* Device memory and copies for the host's side of an operation. See cuda.h.
+/* Device memory and copies for the host's part of an operation. See cuda.h.
  *
- * A capture in another thread must not see memory come or go, hence the relaxed mode. */
+ * Allocations use the relaxed capture mode: a capture in another thread must not see them. */
 #include "cuda/runtime/launch.h"
 
 extern "C" moq_status moq_cuda_allocate(size_t bytes, void *stream, void **out, moq_err *err) {

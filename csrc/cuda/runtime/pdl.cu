@@ -1,7 +1,7 @@
-/* Which kernels of a captured graph are launched programmatically: see pdl.h.
+/* Decision which kernels of a captured graph are launched programmatically: see pdl.h.
  *
- * The graph tells what is ahead: the nodes that the next one of the stream depends on. A node is
- * known again by the number of its capture, which no other has, and its handle. */
+ * The graph tells the predecessors: the nodes that the stream's next node depends on. A node is
+ * recognised by its handle and the unique number of its capture. */
 #include "cuda/runtime/pdl.h"
 
 #include "cuda/cuda.h"
@@ -9,11 +9,10 @@
 typedef struct {
     bool captured;      /* the stream is in a capture, */
     cuuint64_t capture; /* whose number this is */
-    CUgraphNode node;   /* the only one ahead, NULL where there are none or several */
+    CUgraphNode node;   /* the only predecessor; NULL with none or several */
 } stream_end;
 
-/* Where the thread launched last; without a node where the kernel does not know programmatic
- * launch. */
+/* End of the thread's last launch; its node is NULL if the kernel does not use PDL. */
 static __thread struct last_launch {
     CUstream stream;
     stream_end end;
@@ -48,7 +47,7 @@ bool moq_pdl_allows(const moq_driver *driver, CUstream stream) {
 }
 
 void moq_pdl_launched(const moq_driver *driver, CUstream stream, bool knows) {
-    if (knows && last.end.captured) { /* as the question before it found */
+    if (knows && last.end.captured) { /* set by the query before the launch */
         last.stream = stream;
         last.end = end_of(driver, stream);
     } else {

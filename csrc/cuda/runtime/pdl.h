@@ -1,11 +1,11 @@
-/* Which kernels of a captured graph are launched programmatically: those behind a kernel of the
- * library that knows programmatic launch.
+/* Programmatic dependent launch (PDL) in captured graphs: only behind a kernel of the library that
+ * itself uses PDL.
  *
- * Behind another kernel it is a loss: that one says nothing of when its successor may begin, and
- * going from ordinary edges to programmatic ones and back costs half a microsecond
- * (docs/lab/pdl.md). Outside of a capture nobody knows what is ahead, and an ordinary launch
- * costs the host as much more as the device would gain, so that all are launched programmatically.
- * So are all with MOQEXT_PDL=1, and none with MOQEXT_PDL=0. */
+ * Behind another kernel PDL is a loss: that kernel does not say when its successor may begin, and
+ * each change between ordinary and programmatic edges costs half a microsecond (docs/lab/pdl.md).
+ * Outside of a capture the predecessor is unknown, and an ordinary launch costs the host as much
+ * more as the device would gain, so that all launches are programmatic there. MOQEXT_PDL=1 makes
+ * all launches programmatic, MOQEXT_PDL=0 none. */
 #ifndef MOQ_CUDA_RUNTIME_PDL_H
 #define MOQ_CUDA_RUNTIME_PDL_H
 
@@ -13,12 +13,11 @@
 
 #include <stdbool.h>
 
-/* Whether a kernel that knows programmatic launch is launched so on this stream: outside of a
- * capture, or where all that is ahead is the kernel that this thread launched there last, and that
- * one knows it, too. */
+/* Returns whether a kernel that uses PDL is launched programmatically on this stream: outside of a
+ * capture, or if the only predecessor is this thread's last launch there and used PDL, too. */
 bool moq_pdl_allows(const moq_driver *driver, CUstream stream);
 
-/* A kernel has been launched; whether it knows programmatic launch. */
+/* Records that a kernel has been launched, and whether it uses PDL. */
 void moq_pdl_launched(const moq_driver *driver, CUstream stream, bool knows);
 
 #endif

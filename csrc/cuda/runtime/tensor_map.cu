@@ -3,7 +3,7 @@
 
 #include "cuda/runtime/driver.h"
 
-/* Boxes; what lies outside reads as 0. */
+/* Makes a map of boxes; elements outside read as 0. */
 static moq_status encode_boxes(CUtensorMap *map, CUtensorMapDataType type,
                                CUtensorMapSwizzle swizzle, const void *data, uint32_t dims,
                                const cuuint64_t *extent, const cuuint64_t *stride,
@@ -18,7 +18,7 @@ static moq_status encode_boxes(CUtensorMap *map, CUtensorMapDataType type,
                                  "cuTensorMapEncodeTiled", err);
 }
 
-/* Boxes of bytes in the 128-byte swizzle. */
+/* Makes a map of boxes of bytes in the 128-byte swizzle. */
 static moq_status encode(CUtensorMap *map, const void *data, uint32_t dims,
                          const cuuint64_t *extent, const cuuint64_t *stride, const cuuint32_t *box,
                          moq_err *err) {

@@ -1,5 +1,5 @@
-/* Timing work on the device: recorded into a graph, so that what the host does between launches is
- * no part of it. See cuda.h. */
+/* Timing of work on the device. It is recorded into a graph, so that the host's time between
+ * launches does not count. See cuda.h. */
 #include "cuda/runtime/launch.h"
 
 extern "C" moq_status moq_cuda_make_stream(void **stream, moq_err *err) {

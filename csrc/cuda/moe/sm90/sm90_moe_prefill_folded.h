@@ -15,7 +15,7 @@
 
 #include "cuda/device/nvfp4_fold.h"
 #include "cuda/device/wgmma.h"
-#include "cuda/linear/sm90/sm90_nvfp4_prefill_tile.h"
+#include "cuda/linear/sm90/nvfp4_prefill.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_tile.h"
 
 namespace moq::moe_prefill {

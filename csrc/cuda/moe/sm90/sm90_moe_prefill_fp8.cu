@@ -1,7 +1,7 @@
 /* FP8 experts of many tokens on Hopper: products of rows of codes with the experts' W, e4m3 [E, N,
  * K] as prepared, in tiles of sm90_moe_prefill_tile.h, all but large ones without scales of groups
  * (sm90_moe_prefill_fp8_large.cu). The products are those of linears
- * (cuda/linear/sm90/sm90_fp8_prefill_products.h): 128 columns at a time, added to float32 sums.
+ * (cuda/linear/sm90/fp8_prefill_mainloop.h): 128 columns at a time, added to float32 sums.
  *
  * A step is 128 columns, 32 KB of W and 16 KB of rows or less in the 128-byte swizzle, in a ring of
  * four or five. Where tiles are small W comes from memory but once, and that bounds it. A tile of
@@ -31,7 +31,7 @@
  * (acquire), and all of that before the copies, which are of another proxy (fence.proxy.async, by
  * the thread that looks and copies). Copies of rows behind the tile's, and of their scales, may
  * bring anything: they go to columns of products that are never written. */
-#include "cuda/linear/sm90/sm90_fp8_prefill_products.h"
+#include "cuda/linear/sm90/fp8_prefill_mainloop.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_copies.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_fp8_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_launch.h"

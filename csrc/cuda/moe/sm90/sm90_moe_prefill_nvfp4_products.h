@@ -5,7 +5,7 @@
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_NVFP4_PRODUCTS_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_NVFP4_PRODUCTS_H
 
-#include "cuda/linear/sm90/sm90_nvfp4_prefill_products.h"
+#include "cuda/linear/sm90/nvfp4_prefill.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_nvfp4_copies.h"
 
 namespace moq::moe_prefill {

@@ -17,7 +17,7 @@
 
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
-#include "cuda/linear/sm90/sm90_gemm_outputs.h"
+#include "cuda/linear/sm90/gemm_epilogue.h"
 #include "cuda/moe/expert_activation.h"
 #include "cuda/moe/group.h"
 #include "cuda/moe/sm90/sm90_moe_prefill.h"

@@ -1,26 +1,25 @@
-/* NVFP4 linear for up to some hundreds of tokens with FP8 products on Hopper (compute "fp8"):
- * y[m, n] = round(sum_k X[m, k] W[n, k] * scales + bias[n]).
+/* NVFP4 linear with FP8 products for up to some hundreds of tokens on Hopper (compute "fp8"): y[m,
+ * n] = round(sum_k X[m, k] W[n, k] * scales + bias[n]).
  *
- * X are e4m3 codes with a scale a token, which the quantization before makes in the workspace, the
- * columns of each 16 in the order that operands have them (moq_cuda_quantize). W gives the 64 rows
- * of a warpgroup's products, from registers, where a warp folds its packed codes into e4m3
- * (nvfp4_fold.h) while the products before are under way. Otherwise this is the GEMM of exact
- * products (sm90_nvfp4_medium_tile.h): a ring of steps of 128 columns, K divided among the blocks
- * of a cluster and the warpgroups with the same rows, or the steps of tiles among all blocks.
+ * X is e4m3 codes with a scale a token, quantized into the workspace, each 16 columns in the order
+ * of wgmma operands (moq_cuda_quantize). W gives the 64 rows of a warpgroup's products, from
+ * registers, where a warp folds packed codes into e4m3 (nvfp4_fold.h) while the previous products
+ * are under way. Tile, pipeline, split-K and stream-K tail are those of the exact kernels
+ * (nvfp4_medium.h): steps of 128 columns.
  *
  * What bounds it (H200, docs/lab/nvfp4-fp8.md): folding, 140 cycles of a scheduler for 16 rows by
  * 64 columns, half of them conversions to e4m3, and twice that while the tensor cores are busy. */
 #include "cuda/device/nvfp4_fold.h"
-#include "cuda/linear/sm90/sm90_nvfp4_medium_launch.h"
+#include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/nvfp4_medium.h"
 #include "cuda/tensor/cuda_quantize.h"
 
 namespace moq::nvfp4_fp8_medium {
 
 using namespace nvfp4_medium;
 
-/* A block's tile, as those of exact products (sm90_nvfp4_medium_tile.h): 64 rows of W for each of
- * ROW_GROUPS, by T tokens; of K_GROUPS warpgroups, one or two, with the same rows each takes every
- * so many steps. PARTS: the blocks of a cluster share K too. */
+/* Tile of a block, as in nvfp4_medium.h: 64 rows of W for each of ROW_GROUPS, by T tokens. One or
+ * two K_GROUPS of warpgroups take steps in turn. SPLIT_K: the blocks of a cluster split K, too. */
 template <int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K> struct folded_tile {
     typedef gemm_args args;
     typedef layer_tiles<false> tiles;
@@ -33,7 +32,7 @@ template <int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K> struct folded_tile
     static constexpr int T = T_, WAVES = 1, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
     static constexpr bool split_k = SPLIT_K, pair = false;
     static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
-    /* Parts of the tokens that are multiplied one after the other, and sums of one of a thread. */
+    /* Token halves that are multiplied one after the other, and a thread's sums of one. */
     static constexpr int splits_of_tokens = T == 256 ? 2 : 1, sums = T / 2 / splits_of_tokens;
     static constexpr bool uneven = consumers >= 384 || T >= 128;
     static constexpr int registers = consumers == 512   ? 112
@@ -41,7 +40,7 @@ template <int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K> struct folded_tile
                                      : consumers == 384 ? 160
                                                         : 232;
     static constexpr int copier_registers = consumers >= 384 ? 32 : T >= 128 ? 40 : 56;
-    /* Codes are loaded before the unit before them is folded, where there are registers. */
+    /* Codes are loaded before the previous unit is folded, where registers allow. */
     static constexpr bool ahead = T < 128 || (T == 128 && consumers < 384);
     static constexpr int copier = consumers, token_arrivals = 1;
     static constexpr int threads = consumers + (uneven ? 128 : 64);
@@ -57,12 +56,12 @@ template <int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K> struct folded_tile
 
 /* ---- products ---- */
 
-/* The operand of a unit. */
+/* Operand of a unit. */
 typedef struct {
     uint32_t part[2][4];
 } operand_unit;
 
-/* Makes the scales of a step. */
+/* Folds this lane's scales of a step. */
 static __device__ __forceinline__ void make_folded_scales(const consumer_pipeline *t,
                                                           const stage_place *s,
                                                           const scale_places *p, uint32_t folds) {
@@ -71,7 +70,7 @@ static __device__ __forceinline__ void make_folded_scales(const consumer_pipelin
     __syncwarp();
 }
 
-/* What a lane folds of a unit. */
+/* Codes and scales of a unit that a lane folds. */
 typedef struct {
     uint4 codes, scales;
 } packed_unit;
@@ -87,7 +86,8 @@ static __device__ __forceinline__ void fold(const packed_unit *u, operand_unit *
     moq_fold_codes(u->codes, u->scales, o->part);
 }
 
-/* c = or += products of a unit with a part of the tokens, as many as c has. */
+/* Multiplies a unit by as many tokens as c has sums of, half `part` of them: c = products for unit
+ * 0, c += products for unit 1. */
 template <class S>
 static __device__ __forceinline__ void multiply_unit(const consumer_pipeline *t,
                                                      const stage_place *s, int unit, int part,
@@ -99,14 +99,14 @@ static __device__ __forceinline__ void multiply_unit(const consumer_pipeline *t,
     wgmma_commit();
 }
 
-/* Its products have ended: until here it stays in its registers. */
+/* Marks the end of the operand's products: until here it stays in its registers. */
 static __device__ __forceinline__ void give_up_unit(operand_unit *o) {
 #pragma unroll
     for (int i = 0; i < 8; i++)
         asm volatile("" : "+r"(o->part[i / 4][i % 4])::"memory");
 }
 
-/* Products of a part of the tokens have ended, and are added to the sums. */
+/* Adds finished products of half `part` of the tokens to the sums. */
 template <class S>
 static __device__ __forceinline__ void promote(float (&c)[S::sums], int part,
                                                float (&sum)[S::T / 2]) {
@@ -116,9 +116,9 @@ static __device__ __forceinline__ void promote(float (&c)[S::sums], int part,
         sum[part * S::sums + i] += c[i];
 }
 
-/* Adds `steps` steps of this warpgroup from `s` on to the sums: while a unit is multiplied the next
- * is folded. The tensor cores keep about 14 bits of their sums, which are added to float32 ones
- * every step; of 256 tokens by halves. */
+/* Adds `steps` steps of this warpgroup from `s` on to the sums. While a unit is multiplied, the
+ * next is folded. Tensor cores keep about 14 bits of their sums, which are added to float32 sums
+ * every step, of 256 tokens by halves. */
 template <class S>
 static __device__ __forceinline__ void multiply_folded(const consumer_pipeline *t, uint32_t folds,
                                                        int steps, stage_place *s,
@@ -175,13 +175,13 @@ static __device__ __forceinline__ void multiply_folded(const consumer_pipeline *
 }
 
 struct folded_products {
-    typedef uint32_t rows; /* the powers of two of those that it makes scales of */
+    typedef uint32_t rows; /* powers of two of the rows whose scales this lane folds */
     static __device__ __forceinline__ rows fetch(const gemm_args *a, int first) {
         int row = first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16 / 2;
         return moq_pack_folds(a->fold_scale[min(row, a->n - 1)],
                               a->fold_scale[min(row + 8, a->n - 1)]);
     }
-    /* The power of two that codes were multiplied by. */
+    /* Divides the outputs' scales by the power of two that codes were multiplied by. */
     template <class S>
     static __device__ __forceinline__ void complete(const gemm_args *a, const tile_place *at,
                                                     int row, tile_terms<S> *e) {
@@ -220,19 +220,20 @@ static const variant VARIANTS[] = {MOQ_NVFP4_FP8_MEDIUM_SHAPES(VARIANT)};
 
 /* ---- launch ---- */
 
-/* What a call works in, as offsets; codes are first. */
+/* Workspace layout of a call: offsets, codes first. */
 typedef struct {
     int64_t scales, sums, bytes;
-} areas;
+} workspace_layout;
 
-static areas areas_of(const moq_linear_call *call, const method *config) {
-    areas w = {.scales = divide_up(call->m * call->spec->in_features, 256) * 256};
+static workspace_layout workspace_layout_of(const moq_linear_call *call,
+                                            const moq_nvfp4_medium_config *config) {
+    workspace_layout w = {.scales = divide_up(call->m * call->spec->in_features, 256) * 256};
     w.sums = divide_up(w.scales + call->m * 4, 256) * 256;
     w.bytes = w.sums + room_of_sums(config).bytes;
     return w;
 }
 
-static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err *err) {
+static moq_status quantize(const moq_linear_call *call, const workspace_layout *w, moq_err *err) {
     uint8_t *workspace = (uint8_t *)call->workspace;
     moq_cuda_quantize q = {.x = call->x,
                            .mode = MOQ_INPUT_E4M3_TOKEN,
@@ -248,16 +249,16 @@ static moq_status quantize(const moq_linear_call *call, const areas *w, moq_err 
 }
 
 extern "C" int64_t moq_cuda_nvfp4_fp8_medium_workspace(const moq_linear_call *call) {
-    method config = moq_nvfp4_fp8_medium_expand_config(call);
-    return config.shape ? areas_of(call, &config).bytes : 0;
+    moq_nvfp4_medium_config config = moq_nvfp4_fp8_medium_expand_config(call);
+    return config.shape ? workspace_layout_of(call, &config).bytes : 0;
 }
 
 extern "C" moq_status moq_cuda_nvfp4_fp8_medium(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method config = moq_nvfp4_fp8_medium_expand_config(call);
+    moq_nvfp4_medium_config config = moq_nvfp4_fp8_medium_expand_config(call);
     if (!config.shape)
         return refuse(call, err);
-    areas w = areas_of(call, &config);
+    workspace_layout w = workspace_layout_of(call, &config);
     MOQ_TRY(quantize(call, &w, err));
     layout l = moq_nvfp4_medium_smem_layout(config.shape, config.cluster);
     gemm_args a = begin_args(call, &config, l, (uint8_t *)call->workspace + w.sums);

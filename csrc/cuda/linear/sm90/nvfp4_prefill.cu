@@ -1,12 +1,11 @@
-/* NVFP4 linear of many tokens on Hopper: y[m, n] = round(sum_k x[m, k] W[n, k] + bias[n]) of 16-bit
- * activations and the exact weights, which stay packed in memory.
+/* NVFP4 linear for many tokens on Hopper: y[m, n] = round(sum_k x[m, k] W[n, k] + bias[n]) of
+ * 16-bit activations and exact weights, which stay packed in memory.
  *
- * A block has a tile at a time, 128 rows of W by up to 256 tokens, and two warpgroups that turn
- * codes into operands in registers and multiply them; two warps copy. What they copy goes round in
- * a ring of steps of 64 columns. The tiles of a block follow each other without a barrier among its
- * warpgroups, and the outputs of one leave under the products of the next
- * (sm90_nvfp4_prefill_outputs.h). Where tiles do not come out even, blocks share K
- * (sm90_nvfp4_prefill_split_k.h).
+ * A block makes a tile at a time, 128 rows of W by up to 256 tokens. Two consumer warpgroups decode
+ * codes into operands in registers and multiply them, two warps copy, in a pipeline of steps of 64
+ * columns. Tiles of a block follow each other without a barrier among its warpgroups, and the
+ * outputs of one leave under the products of the next. If tiles do not come out even, blocks share
+ * K: split-K or a stream-K tail (nvfp4_prefill.h).
  *
  * What bounds it (H200, docs/lab/nvfp4-prefill.md): the tensor cores and the power they take. A
  * step of 256 tokens is 1024 cycles of products; its 8192 weights take 17 instructions for 8, a
@@ -14,10 +13,7 @@
 #include "core/invariant.h"
 #include "cuda/choice/nvfp4_prefill.h"
 #include "cuda/linear/cuda_linear.h"
-#include "cuda/linear/sm90/sm90_nvfp4_prefill_outputs.h"
-#include "cuda/linear/sm90/sm90_nvfp4_prefill_products.h"
-#include "cuda/linear/sm90/sm90_nvfp4_prefill_split_k.h"
-#include "cuda/linear/sm90/sm90_nvfp4_prefill_tile.h"
+#include "cuda/linear/sm90/nvfp4_prefill.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 
@@ -25,10 +21,10 @@ namespace moq::nvfp4_prefill {
 
 #define THREADS      384
 #define UNIT_WORDS   (MOQ_PACK_BYTES / 8)
-#define BAND_TOKENS  2048 /* tokens that are done together, for the sake of L2 */
-#define APART_TOKENS 512  /* up to which tiles begin with different steps */
+#define BAND_TOKENS  2048 /* tokens done together, so that they stay in the L2 */
+#define APART_TOKENS 512  /* most tokens for which tiles begin with different steps */
 
-/* Copies weights, a box of a unit of each slab a step; beyond the layer are zeros. */
+/* Copies weights of all steps, a box of a unit of each slab; zeros beyond the layer. */
 template <class S>
 static __device__ __forceinline__ void produce_units(const gemm_args *a, const producer_pipeline *p,
                                                      const CUtensorMap *map) {
@@ -49,39 +45,39 @@ static __device__ __forceinline__ void produce_units(const gemm_args *a, const p
     }
 }
 
-/* DIVIDED: blocks share K of some tiles. Where all tiles are whole the code without that is 2 %
- * faster in layers of short K. */
-template <class S, bool DIVIDED>
+/* Runs a warpgroup's mainloop and epilogue. SHARE_K: blocks split K or share a stream-K tail;
+ * without it the code is 2 % faster in layers of short K. */
+template <class S, bool SHARE_K>
 static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_pipeline *t,
-                                               tile_scales<S> *b, const output_path *config,
+                                               tile_scales<S> *b, const output_path *path,
                                                int group, int rank) {
     pipeline_state slot = {0, 0};
     wait_for_predecessor();
     for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         tile_place at = place_of<S>(a, w.number, rank);
         float sum[S::T / 2] = {};
-        if (!DIVIDED || a->splits > 1 || w.end == a->steps) /* the outputs are this block's */
+        if (!SHARE_K || a->splits > 1 || w.end == a->steps) /* this block writes the outputs */
             fetch_tile_scales<S>(a, b, &at, group);
         multiply<S>(t, w.end - w.first, &slot, sum);
-        if constexpr (!DIVIDED) {
-            write_boxes<S>(a, config, b, &at, group, sum, {0, S::T / CHUNK});
+        if constexpr (!SHARE_K) {
+            write_boxes<S>(a, path, b, &at, group, sum, {0, S::T / CHUNK});
             continue;
         }
         if (a->splits > 1) {
-            write_boxes<S>(a, config, b, &at, group, sum, add_parts<S>(a, group, sum));
+            write_boxes<S>(a, path, b, &at, group, sum, add_splits<S>(a, group, sum));
             return;
         }
         if (w.end < a->steps) {
-            leave<S>(a, group, sum);
+            store_partial_sums<S>(a, group, sum);
             continue;
         }
         if (w.first > 0)
-            add_earlier<S>(a, &w, group, sum);
-        write_boxes<S>(a, config, b, &at, group, sum, {0, S::T / CHUNK});
+            add_partial_sums<S>(a, &w, group, sum);
+        write_boxes<S>(a, path, b, &at, group, sum, {0, S::T / CHUNK});
     }
 }
 
-template <class S, bool DIVIDED>
+template <class S, bool SHARE_K>
 static __global__ void __launch_bounds__(THREADS, 1)
     nvfp4_prefill(const __grid_constant__ CUtensorMap weights,
                   const __grid_constant__ CUtensorMap tokens,
@@ -91,12 +87,12 @@ static __global__ void __launch_bounds__(THREADS, 1)
     __shared__ __align__(8) uint64_t barrier[2 * MAX_STAGES];
     __shared__ __align__(16) tile_scales<S> epilogue[2];
     uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
-    uint32_t room = x + args.stages * S::token_bytes; /* for outputs on their way */
+    uint32_t room = x + args.stages * S::token_bytes; /* staged outputs */
     uint32_t units = room + 2 * S::T * 128;
     int rank = S::pair ? (int)rank_in_cluster() % 2 : 0;
     uint32_t full = first, empty = first + 8 * MAX_STAGES;
     launch_dependents();
-    if (threadIdx.x % 32 == 0) { /* some by every warp: they take 30 ns each */
+    if (threadIdx.x % 32 == 0) { /* some in every warp: each takes 30 ns */
 #pragma unroll 1
         for (int i = (int)threadIdx.x / 32; i < args.stages; i += THREADS / 32) {
             mbarrier_init(full + 8u * i, 2);
@@ -113,8 +109,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
     }
     if (threadIdx.x < CONSUMERS) {
         more_registers<232>();
-        int group =
-            __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
+        int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128,
+                                0); /* shuffled, so that the compiler sees it is uniform */
         uint32_t own = units + threadIdx.x / 32 * MOQ_PACK_BYTES;
         int lane = threadIdx.x % 32;
         consumer_pipeline t = {full,
@@ -123,8 +119,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
                                own + moq_pack_word_at(lane / 4, lane % 4, 0),
                                own + moq_pack_scale_at(lane / 4, 0),
                                args.stages};
-        output_path config = {&outputs, room + group * S::T * 128};
-        consume<S, DIVIDED>(&args, &t, &epilogue[group], &config, group, rank);
+        output_path path = {&outputs, room + group * S::T * 128};
+        consume<S, SHARE_K>(&args, &t, &epilogue[group], &path, group, rank);
         if (threadIdx.x % 128 == 0)
             store_boxes_wait();
     } else {
@@ -135,7 +131,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
             produce_units<S>(&args, &of_weights, &weights);
         else if (threadIdx.x == CONSUMERS + 32)
             produce_tokens<S>(&args, &of_tokens, &tokens);
-        else if (DIVIDED && args.splits == 0 && threadIdx.x >= CONSUMERS + 64)
+        else if (SHARE_K && args.splits == 0 && threadIdx.x >= CONSUMERS + 64)
             announce<S>(&args, (int)threadIdx.x / 32 % 2);
     }
     if (args.splits > 1 ? threadIdx.x >= CONSUMERS : S::pair) {
@@ -146,11 +142,11 @@ static __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- shapes ---- */
 
-/* What a launch needs to know of a shape of tiles (choice/nvfp4_prefill.h). */
+/* Kernels and sizes of a shape of tiles (choice/nvfp4_prefill.h). */
 typedef struct {
     int token_bytes, weight_bytes;
     int epilogue;             /* bytes of static shared memory */
-    const void *kernel[2][2]; /* of bfloat16 and of float16; for whole tiles, for divided ones */
+    const void *kernel[2][2]; /* of bfloat16 and of float16; for whole tiles, for shared ones */
 } variant;
 
 template <int T, moq_sharing SHARE> static variant variant_of(void) {
@@ -169,25 +165,24 @@ static const variant VARIANTS[] = {MOQ_NVFP4_PREFILL_SHAPES(VARIANT)};
 static_assert(ROWS == MOQ_NVFP4_PREFILL_ROWS && CHUNK == MOQ_NVFP4_PREFILL_CHUNK,
               "as the choice counts them");
 
-typedef moq_nvfp4_prefill_config method;
-
 /* ---- launch ---- */
 
-/* Blocks of a call, and where its workspace has their sums, behind the flags. */
-static int64_t blocks_of(const method *config) {
+/* Counts the blocks of a call. Flags come first in its workspace, partial sums behind them. */
+static int64_t blocks_of(const moq_nvfp4_prefill_config *config) {
     return config->workers * config->shape->blocks * (config->splits ? config->splits : 1);
 }
 
-static int64_t flag_bytes(const method *config) {
+static int64_t flag_bytes(const moq_nvfp4_prefill_config *config) {
     return divide_up(blocks_of(config) * 16, 256) * 256;
 }
 
-/* Bytes that outputs of a tile take on their way. */
+/* Returns the bytes of a tile's staged outputs. */
 static int room_of(const moq_nvfp4_prefill_shape *v) {
     return v->tokens * ROWS * 2;
 }
 
-static gemm_args args_of(const moq_linear_call *call, const method *config, int limit) {
+static gemm_args args_of(const moq_linear_call *call, const moq_nvfp4_prefill_config *config,
+                         int limit) {
     const moq_linear_spec *spec = call->spec;
     const moq_nvfp4_prefill_shape *s = config->shape;
     const variant *v = &VARIANTS[config->index];
@@ -211,7 +206,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *config, int 
                    .splits = config->splits,
                    .out = moq_output_of(call),
                    .output_scale = call->output_scale};
-    MOQ_ASSERT(a.stages >= 2); /* of which one is filled while the other is multiplied */
+    MOQ_ASSERT(a.stages >= 2); /* one is filled while another is multiplied */
     MOQ_ASSERT(config->row_tiles * config->columns <= INT32_MAX);
     if (config->tail_tiles || config->splits) {
         a.ready = (uint64_t *)call->workspace;
@@ -221,7 +216,7 @@ static gemm_args args_of(const moq_linear_call *call, const method *config, int 
 }
 
 extern "C" int64_t moq_cuda_nvfp4_prefill_workspace(const moq_linear_call *call) {
-    method config = moq_nvfp4_prefill_expand_config(call);
+    moq_nvfp4_prefill_config config = moq_nvfp4_prefill_expand_config(call);
     if (!config.tail_tiles && !config.splits)
         return 0;
     return flag_bytes(&config) + blocks_of(&config) * config.shape->tokens * ROWS * 4;
@@ -229,7 +224,7 @@ extern "C" int64_t moq_cuda_nvfp4_prefill_workspace(const moq_linear_call *call)
 
 extern "C" moq_status moq_cuda_nvfp4_prefill(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    method config = moq_nvfp4_prefill_expand_config(call);
+    moq_nvfp4_prefill_config config = moq_nvfp4_prefill_expand_config(call);
     const moq_nvfp4_prefill_shape *s = config.shape;
     const variant *v = &VARIANTS[config.index];
     moq_cuda_device device;

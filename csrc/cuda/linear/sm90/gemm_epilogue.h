@@ -1,40 +1,42 @@
-/* Outputs of the GEMMs of Hopper: sums over parts of K brought together, scaled, rounded, stored.
+/* Epilogue of the Hopper GEMMs: split-K sums are added, scaled, rounded and stored.
  *
- * The shape of a tile S says what there is: T columns of the product; row_groups warpgroups that
- * have 64 rows (or WAVES times 64) of it each, by k_groups that have every so many steps of K;
- * whether tokens are its rows; whether outputs have factors of their row of W and their token; and
- * the type of the kernel's arguments, which have m, n, out, output_scale, x_scale, per_token, and
- * where in shared memory is what. */
-#ifndef MOQ_CUDA_LINEAR_SM90_SM90_GEMM_OUTPUTS_H
-#define MOQ_CUDA_LINEAR_SM90_SM90_GEMM_OUTPUTS_H
+ * The shape S of a tile says: T columns of the product; row_groups warpgroups with 64 (or WAVES
+ * times 64) rows each, times k_groups that split the steps of K; tokens_first, whether tokens are
+ * the rows; row_factors and token_factors, which scales outputs have; and args, the kernel's
+ * arguments with m, n, out, output_scale, x_scale, per_token and the offsets of the smem layout.
+ *
+ * What bounds it: with few tokens the exchange of sums between blocks, about a microsecond; with
+ * many the L2, which takes all blocks' outputs at about the same time (docs/lab/fp8-prefill.md). */
+#ifndef MOQ_CUDA_LINEAR_SM90_GEMM_EPILOGUE_H
+#define MOQ_CUDA_LINEAR_SM90_GEMM_EPILOGUE_H
 
 #include "cuda/choice/grid.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
-#include "cuda/linear/sm90/sm90_schedule.h"
+#include "cuda/linear/sm90/gemm_scheduler.h"
 
 namespace moq::gemm {
 
-/* ---- factors and biases: a thread has those of its rows of the product; those of columns pass
- * through shared memory ---- */
+/* ---- epilogue operands: a thread loads those of its rows of the product into registers; those of
+ * columns pass through shared memory ---- */
 
-/* Factors and biases of two rows, 8 apart, or of two columns, 128 apart; as they are in memory, so
- * that nothing waits for them before the products. */
+/* Scales and biases of two rows 8 apart, or of two columns 128 apart. They are kept as loaded, so
+ * that nothing waits for them before the mainloop. */
 typedef struct {
     float factor[2], bias[2];
 } terms;
 
 template <class S> struct tile_terms {
-    static constexpr int COLUMNS = (S::T + 127) / 128; /* of a thread */
+    static constexpr int COLUMNS = (S::T + 127) / 128; /* columns of a thread */
     terms row[S::WAVES], column;
 };
 
-/* Factors and biases of the columns, in shared memory for a warpgroup; read two at a time. */
+/* Scales and biases of a warpgroup's columns in shared memory, read two at a time. */
 template <class S> struct __align__(8) column_terms {
     float factor[S::T], bias[S::tokens_first ? S::T : 1];
 };
 
-/* The upper of the two rows that a thread has of 64. */
+/* Returns the upper of the two rows that a thread has of 64. */
 static __device__ __forceinline__ int row_of_thread(void) {
     return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 }
@@ -68,7 +70,7 @@ static __device__ __forceinline__ void fetch_scales(const typename S::args *a, c
     }
 }
 
-/* What is there before the kernel's predecessor has ended; `row` is a warpgroup's first. */
+/* Loads operands that do not depend on the preceding kernel; `row` is the warpgroup's first row. */
 template <class S>
 static __device__ __forceinline__ void fetch_early(const typename S::args *a, const tile_place *at,
                                                    int row, tile_terms<S> *e) {
@@ -81,7 +83,7 @@ static __device__ __forceinline__ void fetch_early(const typename S::args *a, co
     }
 }
 
-/* What is there when the kernel's predecessor has ended. */
+/* Loads operands that may come from the preceding kernel, after it has ended. */
 template <class S>
 static __device__ __forceinline__ void fetch_late(const typename S::args *a, const tile_place *at,
                                                   int row, tile_terms<S> *e) {
@@ -100,7 +102,7 @@ static __device__ __forceinline__ void fetch_late(const typename S::args *a, con
     }
 }
 
-/* Before a barrier of the warpgroup. */
+/* Stores the column operands to shared memory, before a barrier of the warpgroup. */
 template <class S>
 static __device__ __forceinline__ void post_columns(const tile_terms<S> *e, column_terms<S> *b) {
 #pragma unroll
@@ -114,7 +116,7 @@ static __device__ __forceinline__ void post_columns(const tile_terms<S> *e, colu
     }
 }
 
-/* Output of a sum. */
+/* Returns the output of a sum: scaled, plus the bias. */
 template <class S>
 static __device__ __forceinline__ float finish(const typename S::args *a, float sum, float row,
                                                float column, float bias) {
@@ -125,7 +127,8 @@ static __device__ __forceinline__ float finish(const typename S::args *a, float 
 
 /* ---- stores ---- */
 
-/* Stores `count` outputs, 8 if there are more, of token m from n on; in one go where it can. */
+/* Stores `count` outputs, at most 8, of token m from column n on; one 16-byte store where aligned.
+ */
 static __device__ __forceinline__ void store_eight(const moq_output *out, int64_t m, int n,
                                                    int count, uint4 word) {
     uint16_t *to = (uint16_t *)out->data + m * out->stride + n;
@@ -139,12 +142,12 @@ static __device__ __forceinline__ void store_eight(const moq_output *out, int64_
             to[i] = (uint16_t)((&word.x)[i / 2] >> (i % 2 * 16));
 }
 
-/* ---- tokens are the columns: outputs are turned around as 16 bits, 128 bytes a token for the 64
- * rows of a warpgroup. Half of the stores to shared memory and a quarter of the instructions that
- * sums would take (docs/lab/fp8-prefill.md) ---- */
+/* ---- tokens are the columns: outputs are staged transposed as 16 bits, 128 bytes a token for the
+ * 64 rows of a warpgroup. That takes half the stores to shared memory and a quarter of the
+ * instructions that float32 sums would (docs/lab/fp8-prefill.md) ---- */
 
-/* Outputs of eight tokens from this thread's sums of them, turned: the 16 bytes of rows 8i and on
- * of a token at (i ^ token % 8) * 16. `column` are the tokens' factors. */
+/* Stages outputs of eight tokens from this thread's sums, transposed: rows 8i and on of a token lie
+ * at (i ^ token % 8) * 16. `column` points to the tokens' scales. */
 template <class S>
 static __device__ __forceinline__ void stage_eight(const typename S::args *a, uint32_t room,
                                                    const terms *e, const float *column,
@@ -162,12 +165,12 @@ static __device__ __forceinline__ void stage_eight(const typename S::args *a, ui
     store_two_matrices_turned(room + lane % 8 * 128 + (piece ^ lane % 8) * 16, half[0], half[1]);
 }
 
-/* Stores what a warpgroup has parked: `count` tokens, the tile's from `first` on, of the 64 rows
- * from `row` on. */
+/* Stores what a warpgroup has staged: `count` tokens from the tile's token `first` on, of the 64
+ * rows from `row` on. */
 template <class S>
-static __device__ __forceinline__ void carry_out(const typename S::args *a, uint32_t room,
-                                                 const tile_place *at, int row, int first,
-                                                 int count) {
+static __device__ __forceinline__ void store_staged(const typename S::args *a, uint32_t room,
+                                                    const tile_place *at, int row, int first,
+                                                    int count) {
     int thread = threadIdx.x % 128, n = at->row + row + thread % 8 * 8;
     int end = min(count, at->last - at->token - first);
     if (n >= at->end)
@@ -178,7 +181,7 @@ static __device__ __forceinline__ void carry_out(const typename S::args *a, uint
                     load_shared(room + token * 128 + (thread % 8 ^ token % 8) * 16));
 }
 
-/* Writes 64 rows, the tile's from `row` on. */
+/* Writes the outputs of 64 rows, from the tile's row `row` on. */
 template <class S>
 static __device__ __forceinline__ void
 write_columns(const typename S::args *a, const column_terms<S> *b, uint32_t room,
@@ -187,7 +190,7 @@ write_columns(const typename S::args *a, const column_terms<S> *b, uint32_t room
     int group = threadIdx.x / 128;
 #pragma unroll
     for (int first = 0; first < S::T; first += AT_ONCE) {
-        barrier_sync(2 + group, 128); /* what was there has been stored */
+        barrier_sync(2 + group, 128); /* the previous contents have been stored */
 #pragma unroll
         for (int j = 0; j < AT_ONCE / 8; j++) {
             const float *four = sum + (first / 8 + j) * 4;
@@ -195,14 +198,14 @@ write_columns(const typename S::args *a, const column_terms<S> *b, uint32_t room
                            make_float4(four[0], four[1], four[2], four[3]));
         }
         barrier_sync(2 + group, 128);
-        carry_out<S>(a, room, at, row, first, AT_ONCE);
+        store_staged<S>(a, room, at, row, first, AT_ONCE);
     }
 }
 
 /* ---- tokens are the rows ---- */
 
-/* Writes what a thread has the sums of: two rows of W from `own` on, of two tokens from `token` on,
- * 8 apart. */
+/* Writes four outputs of a thread: two rows of W from `own` on, of tokens `token` and `token` + 8.
+ */
 template <class S>
 static __device__ __forceinline__ void write_four(const typename S::args *a,
                                                   const column_terms<S> *b, const tile_place *at,
@@ -228,20 +231,20 @@ static __device__ __forceinline__ void write_four(const typename S::args *a,
     }
 }
 
-/* ---- parts of K ---- */
+/* ---- split-K ---- */
 
-/* Barriers of a cluster for that, each used once: sums of others are here, and all blocks are done
- * with their rings. */
+/* Barriers of a cluster for split-K, each used once: sums of other blocks have arrived, and all
+ * blocks are done with their pipelines. */
 typedef struct {
     uint32_t posted, ready;
 } cluster_barriers;
 
-/* The part that adds up the j-th eight columns of the product. */
+/* Returns the split that adds up the j-th eight columns of the product. */
 template <class S> static __device__ __forceinline__ int owner_of(int j, int splits) {
     return j * splits / (S::T / 8);
 }
 
-/* The columns that a part adds up, in eights. */
+/* Columns that a split adds up, counted in eights. */
 typedef struct {
     int first, count;
 } eights;
@@ -249,14 +252,14 @@ typedef struct {
 template <class S> static __device__ __forceinline__ eights eights_of(int split, int splits) {
     eights e = {0, 0};
 #pragma unroll
-    for (int j = 0; j < S::T / 8; j++) { /* shorter than to divide */
+    for (int j = 0; j < S::T / 8; j++) { /* shorter than a division */
         e.first += owner_of<S>(j, splits) < split;
         e.count += owner_of<S>(j, splits) == split;
     }
     return e;
 }
 
-/* Bytes that a block gets from others. */
+/* Returns the bytes of sums that a block receives from other blocks. */
 template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
     int splits = (int)blocks_in_cluster() * S::k_groups,
         split = (int)rank_in_cluster() * S::k_groups;
@@ -267,11 +270,12 @@ template <class S> static __device__ __forceinline__ int bytes_to_come(void) {
     return count * (splits - S::k_groups) * (S::row_groups * 128) * 16;
 }
 
-/* Sums over parts of K, of the blocks of a cluster and the warpgroups in them, are brought
- * together: each gets all parts of some of the columns of the product, eight at a time,
- * [warpgroups][eights][parts][threads], and adds them in the order of the parts. Warpgroups count
- * the parts of the first rows, then of the next. Outputs turn around where a->turn says, which may
- * be where the ring was: all are done with it. */
+/* Adds the sums of all splits: blocks of a cluster, times warpgroups in them. Each split receives
+ * every split's sums of some of the product's columns, eight at a time, as
+ * [warpgroups][eights][splits][threads], and adds them in the order of the splits.
+ *
+ * Warpgroups count the splits of the first rows, then of the next. Outputs are staged at a->turn,
+ * which may overlap the pipeline: all blocks are done with it by then. */
 template <class S>
 static __device__ __forceinline__ void
 reduce_splits(const typename S::args *a, uint8_t *shared, column_terms<S> *b,
@@ -287,7 +291,7 @@ reduce_splits(const typename S::args *a, uint8_t *shared, column_terms<S> *b,
         warp_releases_all(meet->ready, blocks);
         mbarrier_wait(meet->ready, 0);
     }
-    int before = 0, local = 0; /* the owner of the eight before, and which of its eights this is */
+    int before = 0, local = 0; /* the owner of the eight before, and the index among its eights */
 #pragma unroll
     for (int j = 0; j < S::T / 8; j++) {
         int owner = owner_of<S>(j, splits), side = rows * SPLIT + owner % SPLIT;
@@ -327,7 +331,7 @@ reduce_splits(const typename S::args *a, uint8_t *shared, column_terms<S> *b,
     }
     if constexpr (!S::tokens_first) {
         barrier_sync(2 + group, 128);
-        carry_out<S>(a, turn, at, rows * 64, own.first * 8, own.count * 8);
+        store_staged<S>(a, turn, at, rows * 64, own.first * 8, own.count * 8);
     }
 }
 

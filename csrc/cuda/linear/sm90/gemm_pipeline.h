@@ -1,46 +1,46 @@
-/* Copies of the GEMMs of Hopper whose weights and tokens have barriers of their own: the barriers
- * of the ring, and the two threads that fill it, one with weights and one with tokens. Warps before
- * the thread S::copier multiply, or bring tokens themselves.
+/* Pipeline of the Hopper GEMMs whose weights and tokens have barriers of their own: the barriers of
+ * its stages and the two producer threads, one for weights and one for tokens. Threads before
+ * S::copier multiply or quantize tokens.
  *
- * What a copy of a step is, is a class of the shape S of a tile: S::copies::weights<S>(args, ring,
- * step) and S::copies::tokens<S>(args, ring, step). What bounds a kernel is what a step costs the
- * copying thread, where tiles are small. */
-#ifndef MOQ_CUDA_LINEAR_SM90_SM90_GEMM_FEED_H
-#define MOQ_CUDA_LINEAR_SM90_SM90_GEMM_FEED_H
+ * The shape S of a tile says how to copy a step: S::copies::weights<S>(args, pipeline, copy) and
+ * S::copies::tokens<S>(args, pipeline, copy). Small tiles are bound by what a step costs the
+ * producer thread. */
+#ifndef MOQ_CUDA_LINEAR_SM90_GEMM_PIPELINE_H
+#define MOQ_CUDA_LINEAR_SM90_GEMM_PIPELINE_H
 
 #include "cuda/device/ptx.h"
-#include "cuda/linear/sm90/sm90_gemm_outputs.h"
-#include "cuda/linear/sm90/sm90_schedule.h"
+#include "cuda/linear/sm90/gemm_epilogue.h"
+#include "cuda/linear/sm90/gemm_scheduler.h"
 
 namespace moq::gemm {
 
 #define MAX_STAGES 24
 #define BARRIERS   (3 * MAX_STAGES + 2)
 
-/* Barriers of the stages: weights are there, tokens are there, both may be replaced. */
+/* Barriers of the stages: weights are full, tokens are full, both are empty. */
 typedef struct {
     uint32_t weights, tokens, empty;
 } stage_barriers;
 
-/* Where operands come from and go to. */
+/* Sources and destinations of a producer's copies. */
 typedef struct {
     const CUtensorMap *weights, *tokens;
-    uint32_t pipeline, scales; /* in shared memory; of tokens by groups */
+    uint32_t pipeline, scales; /* in shared memory; token scales by groups */
     stage_barriers barriers;
     uint64_t weight_policy, token_policy;
-    int rank; /* in a pair of blocks */
+    int rank; /* rank in a pair of blocks */
 } producer_pipeline;
 
-/* The next step to copy. */
+/* Cursor of a producer: the next step to copy. */
 typedef struct {
     work at;
     tile_place where;
-    int step, left; /* of the tile */
+    int step, left; /* steps of the current tile */
     pipeline_state slot;
     int copied;
 } next_copy;
 
-/* Whether there is a step to copy. */
+/* Returns whether a step is left to copy. */
 static __device__ __forceinline__ bool more(const next_copy *f) {
     return has_steps(&f->at);
 }
@@ -83,7 +83,7 @@ static __device__ __forceinline__ void wait_for_room(const producer_pipeline *p,
     mbarrier_wait(p->barriers.empty + 8u * f->slot.index, f->slot.parity ^ 1);
 }
 
-/* Copies the first weights as soon as their own barriers are there. */
+/* Copies the first weights as soon as their own barriers are initialised. */
 template <class S>
 static __device__ __forceinline__ void copy_first(const typename S::args *a,
                                                   const producer_pipeline *p, next_copy *f) {
@@ -96,8 +96,8 @@ static __device__ __forceinline__ void copy_first(const typename S::args *a,
     }
 }
 
-/* Makes the barriers of the ring and of the cluster, some by every warp: they take 30 ns each. The
- * blocks of a cluster know of each other's. */
+/* Initialises the barriers of the pipeline and of the cluster, some in each warp since each takes
+ * 30 ns. Pairs of blocks synchronise afterwards. */
 template <class S>
 static __device__ __forceinline__ void set_up(const typename S::args *a, const producer_pipeline *p,
                                               const cluster_barriers *meet, next_copy *f) {
@@ -116,7 +116,8 @@ static __device__ __forceinline__ void set_up(const typename S::args *a, const p
         }
 #pragma unroll 1
         for (int i = warp + S::first_copies; i < a->stages; i += WARPS)
-            mbarrier_init(p->barriers.weights + 8u * i, 1); /* the first are the copying thread's */
+            mbarrier_init(p->barriers.weights + 8u * i,
+                          1); /* the producer has initialised the first ones */
 #pragma unroll 1
         for (int i = warp; i < a->stages; i += WARPS) {
             mbarrier_init(p->barriers.tokens + 8u * i, S::token_arrivals);
@@ -132,12 +133,12 @@ static __device__ __forceinline__ void set_up(const typename S::args *a, const p
     }
     __syncthreads();
     if (S::split_k && blocks_in_cluster() > 1)
-        cluster_arrive(); /* for whoever waits to send sums here */
+        cluster_arrive(); /* blocks that send sums here wait for it */
 }
 
-/* Copies the weights of all steps after copy_first's. They do not depend on the kernel before; no
- * more of them are on their way than keep the memory busy, until the ring was full once, so that x
- * is not queued behind them. */
+/* Copies the weights of all steps after copy_first, without waiting for the preceding kernel. Until
+ * the pipeline was full once, at most a->flight stages are under way, so that x is not queued
+ * behind weights. */
 template <class S>
 static __device__ __forceinline__ void produce_weights(const typename S::args *a,
                                                        const producer_pipeline *p, next_copy f) {

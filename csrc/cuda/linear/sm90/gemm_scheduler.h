@@ -1,26 +1,25 @@
-/* The order of work of the GEMMs of Hopper: which tiles a block makes, one after the other, which
- * steps of K it has of each, and where a tile lies.
+/* Tile scheduler of the Hopper GEMMs: the tiles of a block in order, the steps of K it makes of
+ * each, and where a tile lies. The schedule is static; a block reads it from its number.
  *
- * A worker is a block, or a pair or a cluster of blocks with tiles of their own. A tile has a
- * number, and what the number means is a class of the shape S, S::tiles: here the tiles of one
- * layer, whose partitions may have tiles of their own; the tiles of a list of matrices would be
- * another such class. S also says
+ * A worker is a block, or a pair or cluster of blocks with tiles of their own. The class S::tiles
+ * turns a tile's number into its place; here are those for one layer. The shape S of a tile also
+ * says
  *
  *   args                          the kernel's arguments: m, n, steps, row_tiles, columns, and what
- *                                 the functions below take of them
- *   weight_rows                   rows of W in a block's tile
- *   tile_tokens(args)             and tokens in it
- *   parts                         whether the blocks of a cluster share K of a tile; the grid is
- *                                 then [tokens][rows of W][parts], which takes no division
- *   pair                          whether two blocks have neighbouring tiles
- *   share_tokens, share_weights   which operand the two blocks of a pair have in common
- *   even_shares                   whether all workers share the steps of the last tiles evenly
- *   staggered                     whether tiles of other rows begin with other steps
+ *                                 the functions below read of them;
+ *   weight_rows                   rows of W in a block's tile;
+ *   tile_tokens(args)             tokens in a block's tile;
+ *   split_k                       whether the blocks of a cluster share K of a tile; the grid is
+ *                                 then [tokens][rows of W][splits], which takes no division;
+ *   pair                          whether two blocks have neighbouring tiles;
+ *   share_tokens, share_weights   the operand that both blocks of a pair read;
+ *   stream_k                      whether all workers share the steps of the last tiles evenly;
+ *   staggered                     whether tiles of different rows begin with different steps.
  *
- * What bounds it: a block finds its tile before its first copy, and the copying thread the next one
- * between two steps, so divisions are few. */
-#ifndef MOQ_CUDA_LINEAR_SM90_SM90_SCHEDULE_H
-#define MOQ_CUDA_LINEAR_SM90_SM90_SCHEDULE_H
+ * What bounds it: a block finds its first tile before its first copy, and the producer each later
+ * one between two steps, so divisions are few. */
+#ifndef MOQ_CUDA_LINEAR_SM90_GEMM_SCHEDULER_H
+#define MOQ_CUDA_LINEAR_SM90_GEMM_SCHEDULER_H
 
 #include "cuda/choice/grid.h"
 #include "cuda/device/load.h"
@@ -30,22 +29,22 @@ namespace moq::gemm {
 
 /* ---- tiles ---- */
 
-/* Where a tile is: rows of W from `row` to `end` at most, tokens from `token` to `last`. */
+/* Place of a tile: rows of W from `row` to at most `end`, tokens from `token` to `last`. */
 typedef struct {
     int row, end, partition, token, last;
 } tile_place;
 
-/* A tile by its row and its column, tiles along the tokens being columns. */
+/* Row and column of a tile in the grid of tiles; columns go along the tokens. */
 typedef struct {
     int row, column;
 } tile_index;
 
-/* Tiles of the same rows follow each other, so that their weights are in the L2. */
+/* Orders tiles by rows, so that the weights of consecutive tiles are in the L2. */
 static __device__ __forceinline__ tile_index tile_of_rows(int number, int columns) {
     return {number / columns, number % columns};
 }
 
-/* All rows of a band of columns follow each other, so that its tokens are in the L2. */
+/* Orders tiles by bands of columns and then by rows, so that a band's tokens are in the L2. */
 static __device__ __forceinline__ tile_index tile_of_bands(int number, int rows, int columns,
                                                            int band) {
     int before = number / (rows * band), within = number % (rows * band);
@@ -53,7 +52,7 @@ static __device__ __forceinline__ tile_index tile_of_bands(int number, int rows,
     return {tile.row, before * band + tile.column};
 }
 
-/* Tiles of a layer whose partitions do not matter. BANDS: in bands of a->band columns. */
+/* Tiles of a layer that may cross partitions. BANDS: ordered in bands of a->band columns. */
 template <bool BANDS> struct layer_tiles {
     template <class S>
     static __device__ __forceinline__ tile_place find(const typename S::args *a, int number,
@@ -105,7 +104,7 @@ struct partition_tiles {
     }
 };
 
-/* Where the tile of block `rank` of a pair is. */
+/* Returns the place of the tile of block `rank` of a pair. */
 template <class S>
 static __device__ __forceinline__ tile_place place_of(const typename S::args *a, int number,
                                                       int rank) {
@@ -114,11 +113,13 @@ static __device__ __forceinline__ tile_place place_of(const typename S::args *a,
 
 /* ---- the work of a block ---- */
 
-/* The tiles of a block, one after the other, and which steps of them it has: all of those up to
- * `count`, which go round, then an even share of the steps of the rest, from `low` to `high`.
- * Shared tiles are done from the last to the first: a block begins with the first steps of a tile
- * that a later one ends, so that whoever waits for sums waits for an earlier block. No steps from
- * `first` to `end` are left when all is done. */
+/* Schedule of a block: whole tiles up to `count`, `stride` apart, then an even share [low, high) of
+ * the steps of the stream-K tail. The current tile is `number`, its steps [first, end), empty when
+ * all is done.
+ *
+ * Tail steps are made from the last to the first. A block thus begins with the first steps of a
+ * tile that a later block ends, so that waiting for partial sums means waiting for an earlier
+ * block. */
 typedef struct {
     int number, stride, count;
     int first, end, low, high;
@@ -128,7 +129,7 @@ static __device__ __forceinline__ bool has_steps(const work *w) {
     return w->end > w->first;
 }
 
-/* The first of the shared steps that a worker has. */
+/* Returns the first step of the stream-K tail that a worker makes. */
 template <class A>
 static __device__ __forceinline__ int first_step_of_worker(const A *a, int worker) {
     const stream_k_tail *s = &a->tail;
@@ -148,7 +149,7 @@ template <class A> static __device__ __forceinline__ void take_tail_steps(const 
     w->high -= w->end - w->first;
 }
 
-/* What a block has after its whole tiles. */
+/* Moves on to the tail when a block's whole tiles are done. */
 template <class S>
 static __device__ __forceinline__ void take_tail(const typename S::args *a, work *w) {
     if constexpr (S::stream_k)
@@ -175,7 +176,8 @@ static __device__ __forceinline__ int first_tail_step(const typename S::args *a,
     return 0;
 }
 
-/* The work of one of `workers`, who take `whole` tiles in turn and share the rest. */
+/* Returns the schedule of one of `workers` workers, which take `whole` tiles in turn and share the
+ * tail. */
 template <class S>
 static __device__ __forceinline__ work work_of(const typename S::args *a, int worker, int workers,
                                                int whole) {
@@ -191,13 +193,14 @@ static __device__ __forceinline__ work work_of(const typename S::args *a, int wo
     return w;
 }
 
-/* Part `rank` of K of a tile, as even as can be: the first `more_splits` have a step more. */
+/* Returns split `rank` of K of a tile, as even as can be: the first `more_splits` have one step
+ * more. */
 template <class A> static __device__ __forceinline__ work split_of(const A *a, int tile, int rank) {
     int first = rank * a->split_steps + min(rank, a->more_splits);
     return {tile, 0, 0, first, first + a->split_steps + (rank < a->more_splits)};
 }
 
-/* What a block begins with. */
+/* Returns the schedule that a block begins with. */
 template <class S> static __device__ __forceinline__ work start(const typename S::args *a) {
     int tiles = a->row_tiles * a->columns, blocks = S::pair ? 2 : 1;
     if constexpr (S::split_k)
@@ -207,18 +210,17 @@ template <class S> static __device__ __forceinline__ work start(const typename S
     return work_of<S>(a, (int)blockIdx.x / blocks, (int)gridDim.x / blocks, tiles);
 }
 
-/* How many workers before it have steps of a worker's tile. */
+/* Counts the workers before `worker` that have steps of its current tile. */
 template <class A>
-static __device__ __forceinline__ int earlier_ones(const A *a, const work *w, int worker) {
+static __device__ __forceinline__ int earlier_workers(const A *a, const work *w, int worker) {
     int begin = (w->number - w->count) * a->steps, others = 0;
     for (int low = w->low; low > begin;)
         low = first_step_of_worker(a, worker - ++others);
     return others;
 }
 
-/* ---- the order of steps. Tiles of other rows begin with other steps, and go on with the first
- * after the last: all read the same tokens, which would come from a few lines of the second-level
- * cache at a time ---- */
+/* ---- the order of steps. Staggered tiles begin with different steps and wrap around: otherwise
+ * all blocks would read the same tokens, from a few lines of the L2 at a time ---- */
 
 static __device__ __forceinline__ int first_step(const work *w, int row_tile) {
     return w->first + row_tile % (w->end - w->first);
@@ -228,11 +230,11 @@ static __device__ __forceinline__ int step_after(const work *w, int step) {
     return step + 1 == w->end ? w->first : step + 1;
 }
 
-/* ---- sums of shared tiles in memory ---- */
+/* ---- partial sums in the workspace ---- */
 
-/* Says that a block's sums are there. The memory was anyone's before and is not cleared, since
- * other data are these 64 bits by chance alone. Whoever has seen them takes them away, so that no
- * later call finds them. */
+/* Flag that a block's partial sums are stored. The workspace is not cleared before a call, since
+ * other data are these 64 bits by chance alone; the reader resets the flag, so that no later call
+ * sees it. */
 #define READY 0x6d6f7165787473a7ull
 
 static __device__ __forceinline__ void await_sums(uint64_t *flag) {

@@ -1,64 +1,383 @@
-/* FP8 linear for a few tokens on Hopper: y[m, n] = round(sx * wx[n] * sum_k X[m, k] W[n, k] +
+/* FP8 linear for up to 16 tokens on Hopper: y[m, n] = round(sx * wx[n] * sum_k X[m, k] W[n, k] +
  * bias[n]).
  *
- * W is e4m3 [N, K] as the checkpoint has it, X the activations of at most 16 tokens, quantized here
- * to e4m3 as the layer prescribes (one scale, one a token, or one for 128 columns). What bounds it
- * is the time to read W once, so everything serves to keep the memory busy: one block a
- * multiprocessor, a producer that copies W through a ring of stages and never looks at x, 8 or 16
- * warps that multiply.
+ * W is e4m3 [N, K] as the checkpoint has it. X is quantized here to e4m3 as the layer prescribes:
+ * one scale, one a token, or one for 128 columns. Reading W once bounds it, so everything serves to
+ * keep the memory busy: one block a multiprocessor, a producer that copies W through a pipeline and
+ * never looks at x, 8 or 16 warps that multiply.
  *
  * - A tile is 16 rows of W, a step 512 columns of it: 8 boxes of 8 rows x 128 bytes in the 128-byte
  *   swizzle, [half of the rows][128 columns][8][128]. To wgmma these are 64 "rows" of one operand:
- *   the 16 rows four times, each time with other 128 columns. The other operand has 2, 8 or 16
- *   tokens four times likewise. Of the product only the blocks where both columns agree are meant;
- *   the rest costs nothing, the tensor cores idle here. So a tile is small enough for 132 blocks to
- *   share any N evenly, K is split within the block, and no weight passes through a register.
- * - FP8 wgmma keeps about 14 bits of its sums, so every 128 columns they are added to float32 ones.
- *   Block scales are applied there.
- * - Of G warpgroups, i takes the steps i, i + G, ... of a round of tiles; their sums meet in shared
- *   memory, in one order, whatever the timing. A stage belongs to one warpgroup for good, since the
- *   stages are a multiple of G: a group that skipped a phase of a barrier could not tell it from
- *   the next.
- * - W is constant, so the ring is filled before the preceding kernel has ended (dependent launch).
- *   For one or two tokens of a small W, a block takes half of a multiprocessor, so that the blocks
- *   of the next call are there and have filled their rings when this one ends.
- * - Every block reads all of x, from L2, which bounds it where x is long: there two blocks of a
- *   cluster share the rows of W and halve K, and send each other their sums.
- * - x must fit beside the ring. Where it does not, K is done in passes, with the sums kept
- *   meanwhile.
+ *   the 16 rows four times, with other 128 columns each time. The other operand has 2, 8 or 16
+ *   tokens four times in the same way. Only those blocks of the product are used in which both
+ *   columns agree; the others cost nothing, as tensor cores idle here. A tile is thus small enough
+ *   for 132 blocks to share any N evenly, K is split within the block, and no weight passes through
+ *   a register.
+ * - FP8 wgmma keeps about 14 bits of its sums, so every 128 columns they are added to float32 sums,
+ *   under the block scales.
+ * - Of G warpgroups, i makes the steps i, i + G, ... of a round of tiles. Their sums are added in
+ *   shared memory in a fixed order. The number of stages is a multiple of G, so that each stage has
+ *   one owner: a group that skipped a phase of a barrier could not tell it from the next.
+ * - W is constant, so the pipeline fills before the preceding kernel has ended (PDL). For one or
+ *   two tokens of a small W, a block takes half a multiprocessor, so that the next call's blocks
+ *   have filled their pipelines when this one's end.
+ * - Every block reads all of x from the L2, which is the bound where x is long: there two blocks of
+ *   a cluster share rows of W, split K, and send each other their sums.
+ * - x must fit beside the pipeline. If it does not, K is done in passes, with the sums kept from
+ *   pass to pass.
  *
- * Measured (H200, in a graph): see docs/lab/fp8-decode.md. */
+ * Measurements (H200, in a graph): docs/lab/fp8-decode.md. */
 #include "core/invariant.h"
 #include "cuda/choice/fp8_decode.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
 #include "cuda/device/wgmma.h"
 #include "cuda/linear/cuda_linear.h"
-#include "cuda/linear/sm90/sm90_fp8_decode.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 
 namespace moq::fp8_decode {
 
+#define UNIT       8                   /* rows: what clusters share N by */
+#define TILE       16                  /* rows of W */
+#define STEP       MOQ_FP8_DECODE_STEP /* columns of W that a product takes */
+#define SLICES     4                   /* slices of 128 columns in a step */
+#define MAX_RANKS  2
+#define MAX_TOKENS 16
+
+/* Compile-time shape: warpgroups that multiply, tokens that an operand has room for, and how x is
+ * quantized; AS_IS: x is codes. Two warpgroups and half of the shared memory leave room for a block
+ * of the next call. */
+template <int GROUPS, int TOKENS, int MODE> struct shape {
+    static constexpr int groups = GROUPS, warps = 4 * GROUPS, consumers = 128 * GROUPS;
+    static constexpr int threads =
+        consumers + 128; /* the producer's warpgroup gives its registers away */
+    static constexpr int blocks = GROUPS == 2 ? 2 : 1; /* of a multiprocessor */
+    static constexpr int registers = GROUPS == 2 ? 104 : 112;
+    static constexpr int tokens = TOKENS, mode = MODE;
+    static constexpr bool coded = MODE == MOQ_INPUT_AS_IS;
+    static constexpr int x_bytes = coded ? 1 : 2; /* bytes of a value */
+    /* Tokens of a warp's pieces in turn. */
+    static constexpr int tokens_of_warp = TOKENS > warps ? TOKENS / warps : 1;
+    /* Share of a warp in a tile: 8 rows of W, and pairs of tokens, some of them a lane's. */
+    static constexpr int pairs = 8 * TOKENS / 2, pairs_of_lane = TOKENS > 8 ? TOKENS / 8 : 1;
+    /* A round is tiles whose sums are added at once, two outputs a thread. */
+    static constexpr int round = consumers / (2 * pairs), round_rows = TILE * round;
+};
+
+typedef struct {
+    int m, n, k;
+    int log_rows;                     /* log2 of the tokens, rounded up */
+    int ranks, log_ranks, rank_steps; /* blocks of a cluster, which split K, and steps of each */
+    int units, more_units;  /* rows of a cluster in units, and how many clusters have one more */
+    int passes, pass_steps; /* passes over a block's split of K, and steps of each but the last */
+    int stages;
+    int flight;                        /* stages under way at once */
+    int codes_at, staged_at, inbox_at; /* offsets in shared memory */
+    int scales_at;                     /* by groups: [steps of a pass][4][tokens] floats */
+    int blocks_at;                     /* [2 rounds][block_rows][slices of a pass] floats */
+    int block_rows;                    /* rows of block scales that a round may touch */
+    int kept_at;                       /* with several passes: [rounds][consumers] float2 */
+    moq_rows x;
+    moq_output out;
+    const float *input_scale;  /* one for each partition, or NULL */
+    const float *output_scale; /* [N] */
+    const float *block_scale;  /* [block rows, K / 128] */
+    moq_partitions partitions;
+} decode_args;
+
+/* Addresses of a block's shared memory; as numbers where copies and products want them. */
+typedef struct {
+    uint32_t pipeline, codes;
+    uint32_t full, empty; /* barriers of the stages */
+    uint32_t told,
+        posted;           /* barriers of the cluster: maxima, and two boxes of sums, have arrived */
+    float *scale;         /* scales of tokens, or of groups */
+    uint32_t *maxima;     /* maxima of tokens, in this block */
+    uint32_t *all_maxima; /* [ranks][MAX_TOKENS] */
+    float2 *staged, *inbox, *kept;
+    float *blocks; /* scales of W, of two rounds in turn */
+} block_memory;
+
+/* ---- partition of the work ---- */
+
+static __device__ __forceinline__ int rank_of(const decode_args *a) {
+    return (int)blockIdx.x & (a->ranks - 1);
+}
+
+/* Rows [begin, end) of one partition. */
+typedef struct {
+    int begin, end, partition;
+} segment;
+
+/* Returns the rows of this cluster; first_segment finds their partition. */
+static __device__ __forceinline__ segment cluster_rows(const decode_args *a) {
+    int index = (int)blockIdx.x >> a->log_ranks;
+    int first = index * a->units + min(index, a->more_units);
+    int end = first + a->units + (index < a->more_units);
+    segment s = {first * UNIT, (int)min((int64_t)end * UNIT, (int64_t)a->n), 0};
+    return s;
+}
+
+/* Returns the part of `rest` that is in the partition of its first row. */
+static __device__ __forceinline__ segment first_segment(const decode_args *a, segment rest) {
+    while (a->partitions.end[rest.partition] <= rest.begin)
+        rest.partition++;
+    rest.end = min(rest.end, a->partitions.end[rest.partition]);
+    return rest;
+}
+
+static __device__ __forceinline__ int steps_of(const decode_args *a, int pass) {
+    return min(a->pass_steps, a->rank_steps - pass * a->pass_steps);
+}
+
+static __device__ __forceinline__ int first_column(const decode_args *a, int pass) {
+    return (rank_of(a) * a->rank_steps + pass * a->pass_steps) * STEP;
+}
+
+/* ---- quantization of x. Instructions between the end of the preceding kernel and the first
+ * product are on the critical path, four to six cycles each: addresses are computed before the wait
+ * ---- */
+
+/* Share of x of a warp. x is cut into pieces of 32 chunks of 16 values of one token; warps take a
+ * piece of each token and then the next. Blocks begin at different pieces, so that they do not all
+ * ask the L2 for one line. */
+template <class S> struct x_share {
+    int chunks, pieces, shift; /* of a row */
+    int turns;                 /* pieces of a warp */
+    /* Tokens of the warp's pieces in turn, and the addresses of their first columns. */
+    int token[S::tokens_of_warp];
+    const uint8_t *row[S::tokens_of_warp];
+};
+
+template <class S>
+static __device__ __forceinline__ x_share<S> share_of(const decode_args *a, int column,
+                                                      int columns) {
+    x_share<S> r;
+    r.chunks = min(columns, a->k - column) / 16;
+    r.pieces = (r.chunks + 31) / 32;
+    r.shift = (int)((blockIdx.x >> a->log_ranks) % (uint32_t)r.pieces);
+    r.turns = ((r.pieces << a->log_rows) + S::warps - 1) / S::warps;
+#pragma unroll
+    for (int i = 0; i < S::tokens_of_warp; i++) {
+        r.token[i] = (i * S::warps + (int)threadIdx.x / 32) & ((1 << a->log_rows) - 1);
+        r.row[i] = (const uint8_t *)a->x.data + (r.token[i] * a->x.stride + column) * S::x_bytes;
+    }
+    return r;
+}
+
+#define BATCH 4 /* pieces loaded before the first is used: latency is paid once */
+
+/* Chunk of a lane in a piece; -1 for none, whose values are zeros. */
+typedef struct {
+    moq_chunk value;
+    int chunk;
+} x_piece;
+
+/* Returns the offset of 16 codes of a token, from column 16 * chunk of the pass on. The operand of
+ * a step is [4 slices][tokens][128], in groups of 8 rows whose 16-byte pieces are xored with the
+ * row. */
+template <class S> static __device__ __forceinline__ uint32_t code_at(int token, int chunk) {
+    int row = chunk / 8 % SLICES * S::tokens + token;
+    return (uint32_t)(chunk / (8 * SLICES) * (SLICES * S::tokens * 128) + row * 128 +
+                      (chunk % 8 ^ row % 8) * 16);
+}
+
+template <class S>
+static __device__ __forceinline__ void aim_pieces(const decode_args *a, const x_share<S> *r,
+                                                  int turn, x_piece (&p)[BATCH]) {
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+        int piece = ((turn + i) * S::warps + (int)threadIdx.x / 32) >> a->log_rows;
+        int turned = piece + r->shift;
+        turned -= turned >= r->pieces ? r->pieces : 0;
+        int chunk = turned * 32 + (int)threadIdx.x % 32;
+        bool meant = piece < r->pieces && r->token[i % S::tokens_of_warp] < a->m;
+        p[i].chunk = meant && chunk < r->chunks ? chunk : -1;
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void load_pieces(const x_share<S> *r, x_piece (&p)[BATCH]) {
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+        p[i].value = moq_chunk();
+        if (p[i].chunk >= 0) {
+            const uint4 *from =
+                (const uint4 *)(r->row[i % S::tokens_of_warp] + p[i].chunk * 16 * S::x_bytes);
+            p[i].value.word[0] = from[0];
+            if (!S::coded)
+                p[i].value.word[1] = from[1];
+        }
+    }
+}
+
+static __device__ __forceinline__ bool is_anyones(const x_piece *p) {
+    return __any_sync(0xffffffffu, p->chunk >= 0);
+}
+
+/* Returns the rows of x with a 16-bit dtype, so that the compiler drops float32. */
+static __device__ __forceinline__ moq_rows rows_of(const decode_args *a) {
+    moq_rows x = a->x;
+    x.dtype = x.dtype == MOQ_DT_F16 ? MOQ_DT_F16 : MOQ_DT_BF16;
+    return x;
+}
+
+/* Returns the scale of a token, or of all, from the maxima of the blocks. */
+template <class S>
+static __device__ __forceinline__ float scale_from(const decode_args *a, const block_memory *b,
+                                                   int token) {
+    uint32_t most = 0;
+    for (int i = 0; i < a->ranks; i++)
+        most = max(most, b->all_maxima[i * MAX_TOKENS + token]);
+    return S::mode == MOQ_INPUT_E4M3_TOKEN ? moq_token_scale(__uint_as_float(most))
+                                           : moq_tensor_scale(__uint_as_float(most));
+}
+
+/* Quantizes loaded pieces into shared memory. By groups, scales are [K / 128 of the pass][tokens],
+ * and eight lanes have a group, since rows are multiples of 128. `inverse` is the reciprocal of the
+ * one scale of all tokens. */
+template <class S>
+static __device__ __forceinline__ void store_pieces(const decode_args *a, const block_memory *b,
+                                                    const x_share<S> *r, const x_piece (&p)[BATCH],
+                                                    float inverse) {
+    moq_rows x = rows_of(a);
+    float own[S::tokens_of_warp];
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+        float value[16];
+        uint4 code;
+        int token = r->token[i % S::tokens_of_warp];
+        if (!is_anyones(&p[i]))
+            continue;
+        if (!S::coded)
+            moq_widen(&x, &p[i].value, value);
+        if (S::coded) {
+            code = p[i].value.word[0];
+        } else if (S::mode == MOQ_INPUT_E4M3_TENSOR) {
+            code = moq_codes_multiplied(value, inverse);
+        } else if (S::mode == MOQ_INPUT_E4M3_TOKEN) {
+            if (i < S::tokens_of_warp)
+                own[i] = scale_from<S>(a, b, token);
+            code = moq_codes_divided(value, own[i % S::tokens_of_warp]);
+        } else {
+            float group = moq_group_scale(__uint_as_float(
+                moq_max_of_lanes(moq_chunk_amax_bits(&p[i].value, false, x.dtype), 8)));
+            code = moq_codes_divided(value, group);
+            if (p[i].chunk >= 0 && p[i].chunk % 8 == 0)
+                b->scale[p[i].chunk / 8 * S::tokens + token] = group;
+        }
+        if (p[i].chunk >= 0)
+            store_shared(b->codes + code_at<S>(token, p[i].chunk), code);
+    }
+}
+
+/* Raises the maxima of the tokens, or of all, by loaded pieces. */
+template <class S>
+static __device__ __forceinline__ void raise_maxima(const decode_args *a, const x_share<S> *r,
+                                                    const x_piece (&p)[BATCH], uint32_t *maxima) {
+    moq_rows x = rows_of(a);
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+        if (!is_anyones(&p[i]))
+            continue;
+        uint32_t most = moq_max_of_lanes(moq_chunk_amax_bits(&p[i].value, false, x.dtype), 32);
+        if (threadIdx.x % 32 == 0)
+            atomicMax(maxima +
+                          (S::mode == MOQ_INPUT_E4M3_TOKEN ? r->token[i % S::tokens_of_warp] : 0),
+                      most);
+    }
+}
+
+/* Sends the maxima of this block to all of the cluster, and waits for theirs. */
+template <class S>
+static __device__ __forceinline__ void share_maxima(const decode_args *a, const block_memory *b) {
+    barrier_sync(1, S::consumers);
+    if (a->ranks == 1)
+        return;
+    if (threadIdx.x < MAX_TOKENS) {
+        uint32_t to = shared_address(b->all_maxima + rank_of(a) * MAX_TOKENS + threadIdx.x);
+#pragma unroll 1
+        for (int i = 0; i < a->ranks; i++)
+            send_word(address_in(i, to), b->maxima[threadIdx.x], address_in(i, b->told));
+    }
+    mbarrier_wait(b->told, 0);
+}
+
+/* Finds the scales of tokens, or of all, from the whole of K. Pieces of the pass `r` are loaded
+ * again at the end. */
+template <class S>
+static __device__ __forceinline__ void find_scales(const decode_args *a, const block_memory *b,
+                                                   const x_share<S> *r, x_piece (&p)[BATCH]) {
+    if (a->passes == 1 && r->turns <= BATCH) {
+        raise_maxima<S>(a, r, p, b->maxima);
+    } else {
+        x_share<S> all = share_of<S>(a, first_column(a, 0), a->rank_steps * STEP);
+#pragma unroll 1
+        for (int turn = 0; turn < all.turns; turn += BATCH) {
+            aim_pieces<S>(a, &all, turn, p);
+            load_pieces<S>(&all, p);
+            raise_maxima<S>(a, &all, p, b->maxima);
+        }
+        aim_pieces<S>(a, r, 0, p);
+        load_pieces<S>(r, p);
+    }
+    share_maxima<S>(a, b);
+    if (threadIdx.x < MAX_TOKENS)
+        b->scale[threadIdx.x] = scale_from<S>(a, b, (int)threadIdx.x);
+}
+
+/* Quantizes the columns of a pass, and finds the scales before if `find`. `first`: x is read for
+ * the first time. */
+template <class S>
+static __device__ __forceinline__ void quantize_pass(const decode_args *a, const block_memory *b,
+                                                     int pass, bool find, bool first) {
+    x_share<S> r = share_of<S>(a, first_column(a, pass), steps_of(a, pass) * STEP);
+    x_piece p[BATCH];
+    float inverse = 0;
+    aim_pieces<S>(a, &r, 0, p);
+    if (S::mode == MOQ_INPUT_E4M3_TENSOR && !find)
+        inverse = __frcp_rn(b->scale[0]);
+    if (first) {
+        wait_for_predecessor();
+        if (a->ranks > 1)
+            cluster_wait();
+    }
+    load_pieces<S>(&r, p);
+    if (S::mode != MOQ_INPUT_E4M3_GROUP && find) {
+        find_scales<S>(a, b, &r, p);
+        if (S::mode == MOQ_INPUT_E4M3_TENSOR)
+            inverse = __frcp_rn(scale_from<S>(a, b, 0));
+    }
+#pragma unroll 1
+    for (int turn = BATCH;; turn += BATCH) {
+        store_pieces<S>(a, b, &r, p, inverse);
+        if (turn >= r.turns)
+            break;
+        aim_pieces<S>(a, &r, turn, p);
+        load_pieces<S>(&r, p);
+    }
+}
+
 #define STAGE       (TILE * STEP)
 #define MAX_STAGE   28
 #define BARRIERS    (2 * MAX_STAGE + 3)
-#define KEPT_ROUNDS 8 /* of a block, where there are passes */
-/* Stages on their way at once: enough for the memory's latency. More would only queue, and reads
- * of x behind them. */
+#define KEPT_ROUNDS 8 /* rounds of a block whose sums are kept between passes */
+/* Stages under way at once: enough for the memory's latency. More would only queue, and delay reads
+ * of x. */
 #define FLIGHT       6
-#define SMALL_FLIGHT 4 /* where two calls fill rings at once */
+#define SMALL_FLIGHT 4 /* with two blocks a multiprocessor */
 #define LEAST_STAGES 8
 #define DECLARED     1024 /* bytes of shared memory declared in the kernel, and alignment */
 static_assert(8 * BARRIERS + 4 * MAX_TOKENS * (2 + MAX_RANKS) <= DECLARED, "more is declared");
 
 /* ---- the producer ---- */
 
-/* How far the producer is. */
+/* State of the producer. */
 typedef struct {
     const CUtensorMap *map;
-    pipeline_state place, landed; /* the next stage, and the one that is waited for */
-    int flying;                   /* stages before `place` */
+    pipeline_state place, landed; /* the next stage, and the one that is awaited */
+    int flying;                   /* stages under way */
 } producer;
 
 static __device__ __forceinline__ void produce_tile(const decode_args *a, const block_memory *b,
@@ -99,17 +418,16 @@ static __device__ __forceinline__ void produce(const decode_args *a, const CUten
     }
 }
 
-/* ---- products ---- */
+/* ---- mainloop ---- */
 
 template <class S> struct product {
-    /* m64 x n(4 * tokens): of a lane [slice of the column][8 tokens][4] */
+    /* m64 x n(4 * tokens); a lane has [slice of the column][8 tokens][4] */
     float d[2 * S::tokens];
 };
 
-/* The meant value of a warp's first slice, or its second. A warp has rows g and g + 8 of the
- * operand: one row of W, in slices 2 * odd and 2 * odd + 1. Of two tokens, all slices are in a row
- * of the product, one a lane: half of the lanes have one that is meant, the others something that
- * no one will use. */
+/* Returns the used value of a warp's first or second slice. A warp has rows g and g + 8 of the
+ * operand: one row of W, in slices 2 * odd and 2 * odd + 1. With two tokens, a row of the product
+ * has all slices, one a lane, and half of the lanes return a value that is not used. */
 template <class S>
 static __device__ __forceinline__ float meant(const product<S> &c, bool odd, int second, int m,
                                               int i) {
@@ -121,7 +439,7 @@ static __device__ __forceinline__ float meant(const product<S> &c, bool odd, int
                    : c.d[second * slice + 4 * m + 2 * second + i];
 }
 
-/* Adds what is meant of a step to the lane's sums. */
+/* Adds the used values of a step to the lane's sums. */
 template <class S>
 static __device__ __forceinline__ void add_meant(float (&sum)[2 * S::pairs_of_lane],
                                                  const product<S> &c, bool odd) {
@@ -135,7 +453,7 @@ static __device__ __forceinline__ void add_meant(float (&sum)[2 * S::pairs_of_la
     }
 }
 
-/* Adds what is meant of a step under block scales: `x` points to the scales of the tokens in the
+/* Adds the used values of a step under block scales: `x` points to the scales of the tokens in the
  * step, `w` are the scales of W in the warp's two slices. */
 template <class S>
 static __device__ __forceinline__ void add_scaled(float (&sum)[2 * S::pairs_of_lane],
@@ -155,24 +473,24 @@ static __device__ __forceinline__ void add_scaled(float (&sum)[2 * S::pairs_of_l
     }
 }
 
-/* A step of a tile, in a stage of the ring. */
+/* Step of a tile, in a stage of the pipeline. */
 typedef struct {
     int tile, step;
     pipeline_state at;
 } tile_step;
 
-/* What a warpgroup has to do in a round: of the steps of its tiles, in their order, each fourth, or
- * second. Steps are dealt out over rounds and passes, so that a stage always comes to the same
- * group; the next one is found while others are multiplied. */
+/* Progress of a warpgroup in a round: it makes every fourth, or second, of the steps of its tiles.
+ * Steps are dealt out over rounds and passes, so that a stage always has the same group. The next
+ * step is found while others are multiplied. */
 template <class S> struct group_round {
     segment rows;
-    int row, pass;        /* the first row of the round */
-    int tiles, steps;     /* of the round, of a tile */
+    int row, pass;        /* first row of the round */
+    int tiles, steps;     /* tiles of the round, steps of a tile */
     int left;             /* steps from the group's next one on */
-    pipeline_state place; /* of the group */
-    int tile, step;       /* the one after `next` */
+    pipeline_state place; /* pipeline state of the group */
+    int tile, step;       /* step after `next` */
     tile_step next;
-    int count;        /* of rounds */
+    int count;        /* number of rounds */
     int row_in_block; /* of the lane's row in the first tile, from the round's first block row on */
 };
 
@@ -195,14 +513,14 @@ static __device__ __forceinline__ void find_next(const decode_args *a, group_rou
     }
 }
 
-/* The place of scales in the table of a round. */
+/* Returns where the block scales of a round lie. */
 template <class S>
 static __device__ __forceinline__ float *blocks_of(const decode_args *a, const block_memory *b,
                                                    int count) {
     return b->blocks + (count & 1) * a->block_rows * a->pass_steps * SLICES;
 }
 
-/* Asks for the scales of W in the round from `row` on; 0 beyond K. */
+/* Starts copies of the scales of W of the round from `row` on; zeros beyond K. */
 template <class S>
 static __device__ __forceinline__ void ask_for_blocks(const decode_args *a, const block_memory *b,
                                                       segment rows, int row, int pass, int count) {
@@ -222,7 +540,7 @@ static __device__ __forceinline__ void ask_for_blocks(const decode_args *a, cons
     copy_async_commit();
 }
 
-/* The round from `row` on; `dealt` counts the steps of those before. */
+/* Begins the round from `row` on; `dealt` counts the steps of earlier rounds. */
 template <class S>
 static __device__ __forceinline__ void begin_round(const decode_args *a, group_round<S> *r,
                                                    segment rows, int row, int pass, int *dealt) {
@@ -249,7 +567,7 @@ static __device__ __forceinline__ void begin_round(const decode_args *a, group_r
     find_next<S>(a, r);
 }
 
-/* Starts the product of a step, as soon as its stage is there. */
+/* Issues the product of a step when its stage is full. */
 template <class S>
 static __device__ __forceinline__ void start_step(const block_memory *b, const tile_step *s,
                                                   product<S> &c) {
@@ -263,13 +581,13 @@ static __device__ __forceinline__ void start_step(const block_memory *b, const t
     wgmma_commit();
 }
 
-/* A lane's sums of a tile, and the tile they are of. */
+/* Sums of a lane, and the tile that they belong to. */
 template <class S> struct lane_sums {
     float of[2 * S::pairs_of_lane];
     int tile, warp;
 };
 
-/* Leaves the sums of tiles before `tile` where they are brought together: [tile][warp][pair]. */
+/* Stages the sums of tiles before `tile` as [tile][warp][pair]. */
 template <class S>
 static __device__ __forceinline__ void stage_sums(const block_memory *b, lane_sums<S> &sum,
                                                   int tile) {
@@ -292,7 +610,7 @@ static __device__ __forceinline__ void stage_sums(const block_memory *b, lane_su
     }
 }
 
-/* Takes the product of a step that has ended, and gives the stage back. */
+/* Adds the finished product of a step, and releases its stage. */
 template <class S>
 static __device__ __forceinline__ void end_step(const decode_args *a, const block_memory *b,
                                                 const group_round<S> *r, const tile_step *s,
@@ -311,7 +629,7 @@ static __device__ __forceinline__ void end_step(const decode_args *a, const bloc
     }
 }
 
-/* Starts the next step, and finds the one after it. */
+/* Begins the next step, and finds the one after it. */
 template <class S>
 static __device__ __forceinline__ void begin_step(const decode_args *a, const block_memory *b,
                                                   group_round<S> *r, tile_step *step,
@@ -322,8 +640,8 @@ static __device__ __forceinline__ void begin_step(const decode_args *a, const bl
     find_next<S>(a, r);
 }
 
-/* Sums the products of a round and parks the sums. One step is multiplied while the one before is
- * added. */
+/* Sums the products of a round and stages the sums. One step is multiplied while the previous one
+ * is added. */
 template <class S>
 static __device__ __forceinline__ void sum_round(const decode_args *a, const block_memory *b,
                                                  group_round<S> *r) {
@@ -356,23 +674,23 @@ static __device__ __forceinline__ void sum_round(const decode_args *a, const blo
     stage_sums<S>(b, sum, r->tiles);
 }
 
-/* ---- outputs ---- */
+/* ---- epilogue ---- */
 
-/* A thread's outputs of a round: two tokens of a row, as a lane of the products has them. */
+/* Outputs of a thread in a round: two tokens of a row, as a lane of the products has them. */
 typedef struct {
-    int tile, half, pair; /* as they are parked */
-    int row, token;       /* of the half's 8, the first */
+    int tile, half, pair; /* indices in the staged sums */
+    int row, token;       /* row in the half's 8, and first token */
 } output_place;
 
 template <class S> static __device__ __forceinline__ output_place output_place_of(int index) {
-    constexpr int lanes = S::tokens == 2 ? 1 : 4; /* that share a row */
+    constexpr int lanes = S::tokens == 2 ? 1 : 4; /* lanes that share a row */
     output_place o = {index / (2 * S::pairs), index / S::pairs % 2, index % S::pairs};
     o.row = o.pair % (8 * lanes) / lanes;
     o.token = o.pair / (8 * lanes) * 8 + o.pair % lanes * 2;
     return o;
 }
 
-/* Adds up what the warps have of a thread's outputs, where the round has its tile. */
+/* Adds a thread's outputs over all warps, if the round has its tile. */
 template <class S>
 static __device__ __forceinline__ float2 gather_sums(const float2 *staged, int tiles) {
     output_place o = output_place_of<S>(threadIdx.x);
@@ -389,9 +707,9 @@ static __device__ __forceinline__ float2 gather_sums(const float2 *staged, int t
     return sum;
 }
 
-/* What a thread's outputs of a round are multiplied by and added to, without the scale of x. */
+/* Epilogue operands of a thread's outputs in a round, without the scale of x. */
 typedef struct {
-    int token, n; /* the first token */
+    int token, n; /* first token */
     bool meant;
     float factor, bias;
 } output_terms;
@@ -409,7 +727,7 @@ static __device__ __forceinline__ output_terms terms_of(const decode_args *a, se
     return t;
 }
 
-/* The bias, unlike scales, may be the work of the kernel before: not until that has ended. */
+/* Loads the bias. It may come from the preceding kernel, unlike scales. */
 static __device__ __forceinline__ void fetch_bias(const decode_args *a, output_terms *t) {
     if (t->meant)
         t->bias = moq_load_bias(&a->out, t->n);
@@ -418,7 +736,7 @@ static __device__ __forceinline__ void fetch_bias(const decode_args *a, output_t
 template <class S>
 static __device__ __forceinline__ void store_outputs(const decode_args *a, const float *scale,
                                                      const output_terms *t, float2 value) {
-    moq_output out = a->out; /* of 16 bits, which the compiler does not know */
+    moq_output out = a->out; /* 16 bits, so that the compiler drops float32 */
     out.dtype = out.dtype == MOQ_DT_F16 ? MOQ_DT_F16 : MOQ_DT_BF16;
     if (!t->meant)
         return;
@@ -431,9 +749,9 @@ static __device__ __forceinline__ void store_outputs(const decode_args *a, const
         moq_store_output(&out, t->token + 1, t->n, value.y, t->bias);
 }
 
-/* Sends the sums of this block to the blocks whose outputs they are, and adds up what came for its
- * own. Boxes are used in turn, `posted` counts: whoever has all of a box knows that the one before
- * has been read. */
+/* Sends the sums of this block to the blocks that own the outputs, and adds the sums received for
+ * its own. Boxes are used in turn, counted by `posted`: a block that has received all of a box
+ * knows that the previous one has been read. */
 template <class S>
 static __device__ __forceinline__ float2 exchange_sums(const decode_args *a, const block_memory *b,
                                                        int posted, float2 own) {
@@ -457,7 +775,7 @@ static __device__ __forceinline__ float2 exchange_sums(const decode_args *a, con
     return sum;
 }
 
-/* Brings the warps' sums of a round together; in the last pass writes the outputs. */
+/* Adds the warps' sums of a round; writes the outputs in the last pass. */
 template <class S>
 static __device__ __forceinline__ void finish_round(const decode_args *a, const block_memory *b,
                                                     const group_round<S> *r, const output_terms *t,
@@ -480,8 +798,7 @@ static __device__ __forceinline__ void finish_round(const decode_args *a, const 
 
 /* ---- the kernel ---- */
 
-/* Asks for what the outputs will need besides x, all of it constant, so that it is near when it is.
- */
+/* Prefetches scales of the outputs into the L2; all of them are constant. */
 template <class S>
 static __device__ __forceinline__ void prefetch_scales(const decode_args *a, segment rest) {
     if (S::mode != MOQ_INPUT_E4M3_GROUP) {
@@ -503,7 +820,7 @@ static __device__ __forceinline__ void prefetch_scales(const decode_args *a, seg
     }
 }
 
-/* Zeros where K ends within a step: W is zero there, x must be a number. */
+/* Clears the codes where K ends within a step: W is zero there, and x must be a number. */
 template <class S>
 static __device__ __forceinline__ void clear_codes(const decode_args *a, const block_memory *b) {
 #pragma unroll 1
@@ -531,7 +848,7 @@ static __device__ __forceinline__ void consume(const decode_args *a, const block
     prefetch_scales<S>(a, rest);
     for (bool fresh = true; rest.begin < rest.end; fresh = false) {
         segment s = first_segment(a, rest);
-        if (given && threadIdx.x == 0) /* it belongs to the weights: no one is waited for */
+        if (given && threadIdx.x == 0) /* given with the weights: no kernel is waited for */
             b->scale[0] = a->input_scale[s.partition];
         if (fresh || given)
             barrier_sync(1, S::consumers);
@@ -563,10 +880,10 @@ static __device__ __forceinline__ void consume(const decode_args *a, const block
                 terms = terms_of<S>(a, s, row);
                 fetch_bias(a, &terms);
                 begin_round<S>(a, &r, s, row, pass, &dealt);
-                barrier_sync(1, S::consumers); /* before the sums of others */
+                barrier_sync(1, S::consumers); /* before the next round's sums are staged */
             }
             if (pass + 1 < a->passes || s.end < rest.end)
-                barrier_sync(1, S::consumers); /* before the codes, or scales, of others */
+                barrier_sync(1, S::consumers); /* before codes or scales are replaced */
         }
         rest.begin = s.end;
         rest.partition = s.partition;
@@ -630,47 +947,45 @@ static __global__ void __launch_bounds__(S::threads, S::blocks)
 
 /* ---- launch ---- */
 
-typedef moq_fp8_decode_config config;
-
-/* Shares N out: to as many clusters as there is room for, more where sums are kept from pass to
- * pass. */
-static void share_rows(decode_args *a, config *w, int sm_count) {
-    int units = (int)(((int64_t)a->n + UNIT - 1) / UNIT), clusters = sm_count / w->ranks;
-    int most = KEPT_ROUNDS * (256 * w->groups / w->tokens) / UNIT;
+/* Shares N out to as many clusters as fit the chip, or more if passes limit the rounds of one. */
+static void share_rows(decode_args *a, moq_fp8_decode_config *config, int sm_count) {
+    int units = (int)(((int64_t)a->n + UNIT - 1) / UNIT), clusters = sm_count / config->ranks;
+    int most = KEPT_ROUNDS * (256 * config->groups / config->tokens) / UNIT;
     if (a->passes > 1)
         clusters = max(clusters, (units + most - 1) / most);
-    w->clusters = min(clusters, units);
-    a->units = units / w->clusters;
-    a->more_units = units % w->clusters;
+    config->clusters = min(clusters, units);
+    a->units = units / config->clusters;
+    a->more_units = units % config->clusters;
 }
 
-/* Shares a call out, and shared memory of a block, of which it returns the bytes: the ring, then x,
- * then the rest. Passes until x leaves most of it to the ring, which needs about 64 KB to keep its
- * share of the memory busy. */
-static size_t smem_layout(decode_args *a, config *w, bool by_groups,
+/* Lays out a block's shared memory and returns its size: the pipeline, then x, then the rest. K is
+ * split into passes until x leaves most of it to the pipeline, which needs about 64 KB to keep the
+ * memory busy. */
+static size_t smem_layout(decode_args *a, moq_fp8_decode_config *config, bool by_groups,
                           const moq_cuda_device *device) {
-    int limit = (int)device->shared_per_block, consumers = 128 * w->groups;
-    int most = (w->groups == 2 ? (limit + 1024) / 2 - 1024 : limit) - DECLARED;
-    int boxes = w->ranks > 1 ? 2 * 8 * consumers : 0;
-    a->ranks = w->ranks;
-    a->log_ranks = w->ranks == 2;
-    a->rank_steps = (a->k + STEP - 1) / STEP / w->ranks;
+    int limit = (int)device->shared_per_block, consumers = 128 * config->groups;
+    int most = (config->groups == 2 ? (limit + 1024) / 2 - 1024 : limit) - DECLARED;
+    int boxes = config->ranks > 1 ? 2 * 8 * consumers : 0;
+    a->ranks = config->ranks;
+    a->log_ranks = config->ranks == 2;
+    a->rank_steps = (a->k + STEP - 1) / STEP / config->ranks;
     for (int splits = 1;; splits++) {
         a->pass_steps = (a->rank_steps + splits - 1) / splits;
         a->passes = (a->rank_steps + a->pass_steps - 1) / a->pass_steps;
-        share_rows(a, w, device->sm_count);
-        int rows = min((a->units + 1) * UNIT, 256 * w->groups / w->tokens); /* of a round */
-        int staged = (rows + TILE - 1) / TILE * (128 * w->groups * w->tokens);
+        share_rows(a, config, device->sm_count);
+        int rows =
+            min((a->units + 1) * UNIT, 256 * config->groups / config->tokens); /* rows of a round */
+        int staged = (rows + TILE - 1) / TILE * (128 * config->groups * config->tokens);
         a->block_rows = (rows + 126) / 128 + 1;
-        int64_t slices = (int64_t)a->pass_steps * SLICES, codes = slices * w->tokens * 128;
-        int64_t scales = by_groups ? slices * w->tokens * 4 : 0;
+        int64_t slices = (int64_t)a->pass_steps * SLICES, codes = slices * config->tokens * 128;
+        int64_t scales = by_groups ? slices * config->tokens * 4 : 0;
         int64_t blocks = by_groups ? slices * 2 * a->block_rows * 4 : 0;
         int kept = a->passes > 1 ? KEPT_ROUNDS * consumers * 8 : 0;
         int64_t rest = codes + staged + boxes + scales + blocks + kept;
         if (rest > most)
             continue;
-        a->stages = min((int)(most - rest) / STAGE / w->groups * w->groups, MAX_STAGE);
-        a->flight = min(a->stages, w->groups == 2 ? SMALL_FLIGHT : FLIGHT);
+        a->stages = min((int)(most - rest) / STAGE / config->groups * config->groups, MAX_STAGE);
+        a->flight = min(a->stages, config->groups == 2 ? SMALL_FLIGHT : FLIGHT);
         a->codes_at = a->stages * STAGE;
         a->staged_at = a->codes_at + (int)codes;
         a->inbox_at = a->staged_at + staged;
@@ -679,8 +994,9 @@ static size_t smem_layout(decode_args *a, config *w, bool by_groups,
         a->kept_at = a->blocks_at + (int)blocks;
         if (a->stages < LEAST_STAGES && a->pass_steps > 1)
             continue;
-        MOQ_ASSERT(a->stages >= w->groups && a->stages % w->groups == 0); /* each has one owner */
-        MOQ_ASSERT(a->codes_at % 1024 == 0 && a->staged_at % 8 == 0);     /* swizzled; float2 */
+        MOQ_ASSERT(a->stages >= config->groups &&
+                   a->stages % config->groups == 0);                  /* each stage has one owner */
+        MOQ_ASSERT(a->codes_at % 1024 == 0 && a->staged_at % 8 == 0); /* swizzled; float2 */
         MOQ_ASSERT(a->inbox_at % 8 == 0 && a->blocks_at % 8 == 0 && a->kept_at % 8 == 0);
         MOQ_ASSERT(a->codes_at + rest <= most && a->kept_at + kept == a->codes_at + rest);
         MOQ_ASSERT(a->m <= MAX_TOKENS && a->ranks <= MAX_RANKS);
@@ -701,12 +1017,12 @@ template <int GROUPS, int TOKENS> static const void *kernel_of(moq_input_mode mo
     }
 }
 
-static const void *kernel_for(const config *w, moq_input_mode mode) {
-    if (w->groups == 2)
+static const void *kernel_for(const moq_fp8_decode_config *config, moq_input_mode mode) {
+    if (config->groups == 2)
         return kernel_of<2, 2>(mode);
-    return w->tokens == 2   ? kernel_of<4, 2>(mode)
-           : w->tokens == 8 ? kernel_of<4, 8>(mode)
-                            : kernel_of<4, 16>(mode);
+    return config->tokens == 2   ? kernel_of<4, 2>(mode)
+           : config->tokens == 8 ? kernel_of<4, 8>(mode)
+                                 : kernel_of<4, 16>(mode);
 }
 
 extern "C" moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *err) {
@@ -725,14 +1041,14 @@ extern "C" moq_status moq_cuda_fp8_decode(const moq_linear_call *call, moq_err *
     moq_input_mode mode = spec->quantized_input ? MOQ_INPUT_AS_IS : spec->input;
     while (1 << args.log_rows < args.m)
         args.log_rows++;
-    config w = moq_fp8_decode_expand_config(call);
-    size_t shared = smem_layout(&args, &w, spec->input == MOQ_INPUT_E4M3_GROUP, &device);
+    moq_fp8_decode_config config = moq_fp8_decode_expand_config(call);
+    size_t shared = smem_layout(&args, &config, spec->input == MOQ_INPUT_E4M3_GROUP, &device);
     MOQ_TRY(moq_tensor_map_blocks(&map, call->weight, args.n, args.k, args.k, UNIT, SLICES, err));
     moq_launch launch = {.what = "FP8 linear",
-                         .kernel = kernel_for(&w, mode),
-                         .grid = dim3((unsigned)(w.clusters * w.ranks)),
-                         .block = dim3((unsigned)(128 * w.groups + 128)),
-                         .cluster = w.ranks > 1 ? (unsigned)w.ranks : 0,
+                         .kernel = kernel_for(&config, mode),
+                         .grid = dim3((unsigned)(config.clusters * config.ranks)),
+                         .block = dim3((unsigned)(128 * config.groups + 128)),
+                         .cluster = config.ranks > 1 ? (unsigned)config.ranks : 0,
                          .shared = shared,
                          .stream = (cudaStream_t)call->stream,
                          .pdl = true};

@@ -1,31 +1,40 @@
-/* The launch of the NVFP4 GEMMs of Hopper, exact or with FP8 products, in the way that was chosen
- * (choice/nvfp4_medium.h). */
-#ifndef MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_MEDIUM_LAUNCH_H
-#define MOQ_CUDA_LINEAR_SM90_SM90_NVFP4_MEDIUM_LAUNCH_H
-
+/* NVFP4 linear for some dozens of tokens on Hopper: y[m, n] = round(sum_k x[m, k] W[n, k] +
+ * bias[n]) of 16-bit activations and exact weights. Its mainloop and kernel are in nvfp4_medium.h;
+ * here are the bfloat16 kernels and the launch.
+ *
+ * W is in the packed layout, x and y are 16-bit matrices of contiguous rows. W gives the 64 rows of
+ * a warpgroup's products, from registers, where a warp decodes codes while the previous products
+ * are under way; tokens are used as they are. A block has two to four consumer warpgroups and two
+ * producer warps, for weights and for tokens, with a pipeline of steps of 128 columns. W is
+ * constant, so the pipeline fills before x is complete (PDL).
+ *
+ * If a layer has fewer tiles than the chip multiprocessors, split-K divides the steps over the
+ * blocks of a cluster and over warpgroups (gemm_epilogue.h). If rounds of tiles do not come out
+ * even, all blocks share the steps of a stream-K tail (gemm_scheduler.h). Sums are always added in
+ * one order.
+ *
+ * What bounds it (H200, docs/lab/nvfp4-medium.md): 91 instructions of a warp for 16 rows by 64
+ * columns, 60 of them decoding, which take 120 to 200 cycles of a scheduler; with 128 tokens the
+ * tensor cores, which share the register file with decoding; and the L2, also for x, which every
+ * tile of rows reads again. */
 #include "core/invariant.h"
 #include "cuda/choice/nvfp4_medium.h"
 #include "cuda/linear/cuda_linear.h"
-#include "cuda/linear/sm90/sm90_nvfp4_medium_frame.h"
+#include "cuda/linear/sm90/nvfp4_medium.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 
 namespace moq::nvfp4_medium {
 
+/* ---- launch, exact or with FP8 products, of the config that was chosen (choice/nvfp4_medium.h)
+ * ---- */
+
 static_assert(BARRIERS == MOQ_NVFP4_MEDIUM_BARRIERS, "as the choice counts them");
 
-typedef moq_nvfp4_medium_config method;
-typedef moq_nvfp4_medium_layout layout;
-
-/* Weights on their way at once at the start of a block, so that x is not queued behind all. */
+/* Bytes of weights under way at once at the start of a block; more would delay x. */
 #define FLIGHT_BYTES 49152
 
-/* What a call works in where tiles are shared, none where not: a flag of each warp, and sums. */
-typedef struct {
-    int64_t flags, bytes;
-} sums_room;
-
-static sums_room room_of_sums(const method *config) {
+sums_room room_of_sums(const moq_nvfp4_medium_config *config) {
     const moq_nvfp4_medium_shape *v = config->shape;
     int groups = v->row_groups * v->k_groups;
     if (!config->tail_tiles)
@@ -34,9 +43,8 @@ static sums_room room_of_sums(const method *config) {
     return {flags, flags + config->workers * groups * 64 * v->tokens * 4};
 }
 
-/* The arguments of a call whose sums, if it hands over some, go to `room`. */
-static gemm_args begin_args(const moq_linear_call *call, const method *config, layout l,
-                            void *room) {
+gemm_args begin_args(const moq_linear_call *call, const moq_nvfp4_medium_config *config, layout l,
+                     void *room) {
     const moq_linear_spec *spec = call->spec;
     int flight = FLIGHT_BYTES / (config->shape->row_groups * 64 * 72);
     int after = l.behind ? l.stages * config->shape->stage : 0;
@@ -66,16 +74,14 @@ static gemm_args begin_args(const moq_linear_call *call, const method *config, l
     return a;
 }
 
-static moq_status refuse(const moq_linear_call *call, moq_err *err) {
+moq_status refuse(const moq_linear_call *call, moq_err *err) {
     return moq_fail(err, MOQ_ERR_UNSUPPORTED, "NVFP4 linear: %lld rows are too many",
                     (long long)call->m);
 }
 
-/* `variants` are of the shapes in their order; x has a row for each token and bytes of `width` in
- * it, the next one `stride` bytes further. */
-static moq_status launch_tiles(const moq_linear_call *call, const method *config, layout l,
-                               const variant *variants, const gemm_args *args, const void *x,
-                               int64_t width, int64_t stride, moq_err *err) {
+moq_status launch_tiles(const moq_linear_call *call, const moq_nvfp4_medium_config *config,
+                        layout l, const variant *variants, const gemm_args *args, const void *x,
+                        int64_t width, int64_t stride, moq_err *err) {
     const moq_nvfp4_medium_shape *v = config->shape;
     const moq_linear_spec *spec = call->spec;
     gemm_args a = *args;
@@ -99,6 +105,26 @@ static moq_status launch_tiles(const moq_linear_call *call, const method *config
     return moq_cuda_launch(&launch, parameters, err);
 }
 
-} // namespace moq::nvfp4_medium
+#define VARIANT(tokens, row_groups, k_groups, split_k, shared, step)                               \
+    variant_of<MOQ_NVFP4_BF16, tokens, row_groups, k_groups, split_k, shared>(),
 
-#endif
+static const variant BFLOAT16_VARIANTS[] = {MOQ_NVFP4_MEDIUM_SHAPES(VARIANT)};
+
+extern "C" int64_t moq_cuda_nvfp4_medium_workspace(const moq_linear_call *call) {
+    moq_nvfp4_medium_config config = moq_nvfp4_medium_expand_config(call);
+    return config.shape ? room_of_sums(&config).bytes : 0;
+}
+
+extern "C" moq_status moq_cuda_nvfp4_medium(const moq_linear_call *call, moq_err *err) {
+    const moq_linear_spec *spec = call->spec;
+    moq_nvfp4_medium_config config = moq_nvfp4_medium_expand_config(call);
+    if (!config.shape)
+        return refuse(call, err);
+    layout l = moq_nvfp4_medium_smem_layout(config.shape, config.cluster);
+    gemm_args a = begin_args(call, &config, l, call->workspace);
+    const variant *variants = spec->dtype == MOQ_DT_F16 ? float16_variants() : BFLOAT16_VARIANTS;
+    return launch_tiles(call, &config, l, variants, &a, call->x->data, spec->in_features * 2,
+                        call->x->stride[0] * 2, err);
+}
+
+} // namespace moq::nvfp4_medium

@@ -1,6 +1,6 @@
-/* Kernels of the NVFP4 linear of some tokens on Hopper for activations of float16; what they do and
- * what bounds them: sm90_nvfp4_medium.cu. */
-#include "cuda/linear/sm90/sm90_nvfp4_medium_exact.h"
+/* Float16 kernels of the NVFP4 linear for dozens of tokens on Hopper. The formula, the layouts and
+ * the bounds are those of nvfp4_medium.cu, which has the bfloat16 kernels and the launch. */
+#include "cuda/linear/sm90/nvfp4_medium.h"
 
 namespace moq::nvfp4_medium {
 

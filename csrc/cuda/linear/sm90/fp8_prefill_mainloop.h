@@ -1,0 +1,392 @@
+/* Mainloop of the FP8 prefill kernels on Hopper, of linears (fp8_prefill.cu) and experts: the shape
+ * of a tile, copies of its operands, and products added to float32 sums.
+ *
+ * A tile is some rows of W by some tokens, a step 128 columns of both in the 128-byte swizzle. One
+ * operand gives the 64 rows of wgmma, the other its columns. W gives the rows when there are few
+ * tokens, so that a tile may be narrow; tokens give the rows when there are many, so that a row has
+ * one scale a step.
+ *
+ * A warpgroup multiplies 64 rows by all columns of a step, then adds the product to float32 sums
+ * under the scales of blocks and groups: FP8 wgmma keeps about 14 bits of its own sums. Tensor
+ * cores bound it with many tokens, copies with few. */
+#ifndef MOQ_CUDA_LINEAR_SM90_FP8_PREFILL_MAINLOOP_H
+#define MOQ_CUDA_LINEAR_SM90_FP8_PREFILL_MAINLOOP_H
+
+#include "cuda/choice/fp8_prefill.h"
+#include "cuda/device/load.h"
+#include "cuda/device/ptx.h"
+#include "cuda/device/wgmma.h"
+#include "cuda/linear/sm90/gemm_epilogue.h"
+#include "cuda/linear/sm90/gemm_pipeline.h"
+#include "cuda/linear/sm90/gemm_scheduler.h"
+
+namespace moq::fp8_prefill {
+
+using namespace gemm;
+
+#define CONSUMERS  256 /* threads of the two warpgroups that multiply */
+#define QUANTIZERS 256 /* threads that quantize x in fused tiles */
+#define STEP       128
+
+typedef struct {
+    int m, n, k;
+    int steps;     /* steps of 128 columns */
+    int row_tiles; /* tiles along W, of a block or pair of blocks */
+    int columns;   /* tiles along the tokens, of a block or pair of blocks */
+    int band;      /* columns done together, so that tokens stay in the L2 */
+    int stages;
+    int token_bytes; /* bytes of a step's tokens; fewer than the tile's where copying all costs time
+                      */
+    int flight;      /* stages whose weights are under way at once at the start */
+    int split_steps; /* split-K: steps of a block */
+    int more_splits; /* split-K: blocks with one step more */
+    int room, side;  /* offset of sums of other blocks in shared memory, and float4 of each half */
+    int scales;      /* offset of the token scales in shared memory */
+    int turn, turn_step; /* offset of staged outputs, and from a warpgroup's to the next one's */
+    bool weights_once;   /* weights are read once */
+    bool boxed;          /* y can be written by bulk tensor stores */
+    bool per_token;      /* x has a scale for each token */
+    moq_rows x;          /* activations, for fused tiles */
+    moq_output out;
+    const float *x_scale;      /* one scale, [M], or by groups [steps][x_scale_stride] */
+    int64_t x_scale_stride;    /* a multiple of 4 */
+    const float *output_scale; /* [N] */
+    const float *block_scale;  /* [block rows, steps] */
+    moq_partitions partitions;
+} gemm_args;
+
+struct operand_copies;
+
+/* Tile of a block: 128 * WAVES rows of the first operand (half of that for MOQ_SPLIT_K_WARPGROUPS)
+ * by T of the other. FUSED: x is quantized in the kernel. */
+template <moq_orientation FIRST, int T_, int WAVES_, moq_sharing SHARE, bool GROUPS, bool FUSED>
+struct tile {
+    typedef gemm_args args;
+    typedef partition_tiles tiles;
+    typedef operand_copies copies;
+    static constexpr bool stream_k = false, staggered = false;
+    static constexpr int T = T_, WAVES = WAVES_, consumers = CONSUMERS;
+    static constexpr bool groups = GROUPS, tokens_first = FIRST == MOQ_TOKENS_FIRST, fused = FUSED;
+    static constexpr bool share_weights = SHARE == MOQ_SHARE_WEIGHTS;
+    static constexpr bool share_tokens = SHARE == MOQ_SHARE_TOKENS;
+    static constexpr bool pair = share_weights || share_tokens;
+    static constexpr bool by_steps =
+        SHARE == MOQ_SPLIT_K_WARPGROUPS; /* warpgroups split K, not rows */
+    static constexpr bool split_k = SHARE == MOQ_SPLIT_K || by_steps;
+    static constexpr int row_groups = by_steps ? 1 : 2, k_groups = 2 / row_groups;
+    static constexpr int rows = row_groups * 64 * WAVES;
+    /* Outputs leave by bulk tensor stores, under the products of the next tile. */
+    static constexpr bool boxes = tokens_first && !split_k;
+    /* Copies of weights before the block's other barriers are ready, 16 KB: more would delay x
+     * (docs/lab/fp8-prefill.md). Pairs have to wait for each other. */
+    static constexpr int first_copies = pair ? 0 : row_groups * WAVES > 1 ? 1 : 2;
+    /* Scales that outputs have. */
+    static constexpr bool row_factors = !GROUPS, token_factors = !GROUPS;
+    static constexpr float unit = 1.0f;
+    static constexpr int weight_rows = tokens_first ? T : rows, tokens = tokens_first ? rows : T;
+    static constexpr int weight_at = tokens_first ? rows * STEP : 0;
+    static constexpr int token_at = tokens_first ? 0 : rows * STEP;
+    static constexpr int stage = (rows + T) * STEP;
+    static constexpr int stride = by_steps ? 2 : 1; /* from a step of a warpgroup to its next */
+    /* Two products are under way at once where registers allow. */
+    static constexpr bool two_sets = !tokens_first && WAVES * T <= 128;
+    static constexpr bool wide = WAVES * T >= 128; /* more than 168 registers */
+    /* Registers of consumers, quantizers and producers, where they differ. */
+    static constexpr bool uneven = wide || (FUSED && T == 64);
+    static constexpr int registers = wide ? 232 : 136, copier_registers = wide ? 40 : 24;
+    static constexpr int quantizer_registers = 88;
+    /* First producer thread. */
+    static constexpr int copier = CONSUMERS + (fused ? QUANTIZERS : 0);
+    /* One thread copies weights and tokens and counts both at the tokens' barrier: a second wait
+     * between two products takes 12 cycles. */
+    static constexpr bool together = boxes && WAVES > 1;
+    static constexpr int token_arrivals = fused ? QUANTIZERS / 32 : together ? 2 : 1;
+    static constexpr int threads = copier + (uneven ? 128 : 64);
+    /* Sums of other blocks have room beside the pipeline, rather than in its place. */
+    static constexpr bool own_room = split_k && T < 128;
+};
+
+/* ---- copies of a step ---- */
+
+struct operand_copies {
+    template <class S>
+    static __device__ __forceinline__ void weights(const gemm_args *, const producer_pipeline *p,
+                                                   const next_copy *f) {
+        uint32_t to = p->pipeline + (uint32_t)(f->slot.index * S::stage + S::weight_at);
+        uint32_t bars = S::together ? p->barriers.tokens : p->barriers.weights;
+        uint32_t bar = bars + 8u * f->slot.index;
+        mbarrier_expect(bar, S::weight_rows * STEP);
+        if (S::share_weights) {
+            int half = p->rank * (S::weight_rows / 2);
+            copy_box_2d_to(to + half * STEP, p->weights, f->step * STEP, f->where.row + half, bar,
+                           p->weight_policy, 3);
+        } else {
+            copy_box_2d(to, p->weights, f->step * STEP, f->where.row, bar, p->weight_policy);
+        }
+    }
+
+    template <class S>
+    static __device__ __forceinline__ void tokens(const gemm_args *a, const producer_pipeline *p,
+                                                  const next_copy *f) {
+        uint32_t to = p->pipeline + (uint32_t)(f->slot.index * S::stage + S::token_at);
+        uint32_t bar = p->barriers.tokens + 8u * f->slot.index;
+        mbarrier_expect(bar, a->token_bytes + (S::groups ? S::tokens * 4 : 0));
+        if (S::share_tokens) {
+            int half = p->rank * (S::tokens / 2);
+            copy_box_2d_to(to + half * STEP, p->tokens, f->step * STEP, f->where.token + half, bar,
+                           p->token_policy, 3);
+        } else {
+            copy_box_2d(to, p->tokens, f->step * STEP, f->where.token, bar, p->token_policy);
+        }
+        if (S::groups)
+            copy_bytes(p->scales + (uint32_t)f->slot.index * (S::tokens * 4),
+                       a->x_scale + f->step * a->x_scale_stride + f->where.token, S::tokens * 4,
+                       bar);
+    }
+};
+
+/* ---- products ---- */
+
+/* Stages as a consumer warpgroup reads them. */
+typedef struct {
+    stage_barriers barriers;
+    uint64_t left, right; /* operands in the first stage: its own rows, all columns */
+    const float *scales;  /* token scales, in the first stage */
+    int stages;
+} consumer_pipeline;
+
+/* Waits for a step's operands. */
+static __device__ __forceinline__ void await(const consumer_pipeline *t,
+                                             const pipeline_state *slot) {
+    mbarrier_wait(t->barriers.weights + 8u * slot->index, slot->parity);
+    mbarrier_wait(t->barriers.tokens + 8u * slot->index, slot->parity);
+}
+
+template <class S>
+static __device__ __forceinline__ void issue(const consumer_pipeline *t, const pipeline_state *slot,
+                                             int wave, float (&c)[S::T / 2]) {
+    uint32_t at = (uint32_t)(slot->index * (S::stage / 16));
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < STEP / 32; j++)
+        wgmma_e4m3(c, t->left + at + wave * (64 * STEP / 16) + 2 * j, t->right + at + 2 * j, j);
+    wgmma_commit();
+}
+
+template <class S>
+static __device__ __forceinline__ void release(const consumer_pipeline *t,
+                                               const pipeline_state *slot) {
+    warp_releases<S::pair>(t->barriers.empty + 8u * slot->index);
+}
+
+/* Moves on to the next step of this warpgroup. */
+template <class S>
+static __device__ __forceinline__ void advance_own(pipeline_state *slot, int stages) {
+    slot->index += S::stride;
+    if (slot->index >= stages) {
+        slot->index -= stages;
+        slot->parity ^= 1;
+    }
+}
+
+/* Block scales of W by step, a row of them for each wave of rows, or one for all. A lane holds one
+ * step in 32, so that no step waits for a load. If tokens are the rows, only the first two steps
+ * are held. */
+template <class S> struct block_scales {
+    static constexpr int ROWS = S::tokens_first ? 1 : S::WAVES;
+    const float *row[ROWS];
+    float held[ROWS];
+    float second;
+    int first, steps; /* the step that lane 0 holds, and the number of steps */
+};
+
+template <class S>
+static __device__ __forceinline__ void hold_scales(block_scales<S> *block, int step) {
+    int own = step + (S::tokens_first ? 0 : threadIdx.x % 32);
+    block->first = step;
+#pragma unroll
+    for (int i = 0; i < block->ROWS; i++)
+        block->held[i] = own < block->steps ? block->row[i][own] : 0.0f;
+    if (S::tokens_first)
+        block->second = block->row[0][min(step + 1, block->steps - 1)];
+}
+
+template <class S>
+static __device__ __forceinline__ float weight_scale(block_scales<S> *block, int wave, int step) {
+    if (!S::groups)
+        return 1.0f;
+    if (step - block->first >= 32)
+        hold_scales(block, block->first + 32);
+    return __shfl_sync(0xffffffffu, block->held[wave % block->ROWS], step - block->first);
+}
+
+/* Returns the block scales of a warpgroup's rows, held from step `first` on. */
+template <class S>
+static __device__ __forceinline__ block_scales<S>
+find_blocks(const gemm_args *a, const tile_place *at, int group, int first) {
+    block_scales<S> block = {};
+    block.steps = a->steps;
+#pragma unroll
+    for (int i = 0; S::groups && i < block.ROWS; i++) {
+        int row = at->row + (S::tokens_first || S::by_steps ? 0 : (group * S::WAVES + i) * 64);
+        int line = moq_block_row(&a->partitions, at->partition, min(row, at->end - 1));
+        block.row[i] = a->block_scale + (int64_t)line * a->steps;
+    }
+    if (S::groups)
+        hold_scales(&block, first);
+    return block;
+}
+
+/* Tile of a warpgroup: its schedule, its place, and its block scales. */
+template <class S> struct own_tile {
+    work w;
+    tile_place at;
+    block_scales<S> block;
+};
+
+template <class S>
+static __device__ __forceinline__ void find_tile(const gemm_args *a, int group, int rank,
+                                                 own_tile<S> *tile) {
+    if (!has_steps(&tile->w))
+        return;
+    tile->at = place_of<S>(a, tile->w.number, rank);
+    tile->block = find_blocks<S>(a, &tile->at, group, tile->w.first);
+}
+
+/* Adds c to the sums: x points to the scales of the tokens in shared memory, w is the scale of the
+ * rows of W. */
+template <class S>
+static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], const float (&c)[S::T / 2],
+                                               const float *x, float w) {
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j++) {
+        if (S::groups) {
+            float2 s = *(const float2 *)(x + 8 * j + threadIdx.x % 4 * 2);
+            s.x *= w;
+            s.y *= w;
+            sum[4 * j] += c[4 * j] * s.x;
+            sum[4 * j + 1] += c[4 * j + 1] * s.y;
+            sum[4 * j + 2] += c[4 * j + 2] * s.x;
+            sum[4 * j + 3] += c[4 * j + 3] * s.y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                sum[4 * j + i] += c[4 * j + i];
+        }
+    }
+}
+
+/* ---- two sets of accumulators: one is added to the sums while the other is under way ---- */
+
+/* Issues the next product to the other set, then adds the one under way to the sums. H is the half
+ * of the registers that holds it. */
+template <class S, int H>
+static __device__ __forceinline__ void
+continue_products(const consumer_pipeline *t, block_scales<S> *block, int step,
+                  pipeline_state *slot, pipeline_state *next, float (&c)[S::T / 2],
+                  float (&other)[S::T / 2], float (&sum)[S::WAVES][S::T / 2]) {
+    const int wave = S::WAVES == 1 ? 0 : H;
+    const bool last = S::WAVES == 1 || H == 1; /* the step's last product */
+    float w = weight_scale<S>(block, wave, step);
+    if (last) {
+        advance_own<S>(next, t->stages);
+        await(t, next);
+    }
+    issue<S>(t, next, S::WAVES == 1 ? 0 : 1 - H, other);
+    wgmma_wait<1>();
+    stay_here(c);
+    promote<S>(sum[wave], c, t->scales + slot->index * S::tokens, w);
+    stay_here(sum[wave]);
+    if (last) {
+        release<S>(t, slot);
+        *slot = *next;
+    }
+}
+
+template <class S, int H>
+static __device__ __forceinline__ void
+end_products(const consumer_pipeline *t, block_scales<S> *block, int step, pipeline_state *slot,
+             float (&c)[S::T / 2], float (&sum)[S::WAVES][S::T / 2]) {
+    const int wave = S::WAVES == 1 ? 0 : H;
+    float w = weight_scale<S>(block, wave, step);
+    wgmma_wait<0>();
+    stay_here(c);
+    promote<S>(sum[wave], c, t->scales + slot->index * S::tokens, w);
+    stay_here(sum[wave]);
+    release<S>(t, slot);
+    advance_own<S>(slot, t->stages);
+}
+
+template <class S>
+static __device__ __forceinline__ void
+multiply_in_two_sets(const consumer_pipeline *t, block_scales<S> *block, int first, int steps,
+                     pipeline_state *slot, float (&sum)[S::WAVES][S::T / 2]) {
+    float even[S::T / 2], odd[S::T / 2];
+    pipeline_state next = *slot;
+    await(t, slot);
+    issue<S>(t, slot, 0, even);
+    int unit = 0, units = steps * S::WAVES;
+    for (; unit + 2 < units; unit += 2) {
+        continue_products<S, 0>(t, block, first + unit / S::WAVES * S::stride, slot, &next, even,
+                                odd, sum);
+        continue_products<S, 1>(t, block, first + (unit + 1) / S::WAVES * S::stride, slot, &next,
+                                odd, even, sum);
+    }
+    if (unit + 2 == units) {
+        continue_products<S, 0>(t, block, first + unit / S::WAVES * S::stride, slot, &next, even,
+                                odd, sum);
+        end_products<S, 1>(t, block, first + (unit + 1) / S::WAVES * S::stride, slot, odd, sum);
+    } else {
+        end_products<S, 0>(t, block, first + unit / S::WAVES * S::stride, slot, even, sum);
+    }
+}
+
+/* ---- one set of accumulators: the other warpgroup has the tensor cores meanwhile ---- */
+
+template <class S>
+static __device__ __forceinline__ void
+multiply_in_one_set(const consumer_pipeline *t, block_scales<S> *block, int first, int steps,
+                    pipeline_state *slot, float (&sum)[S::WAVES][S::T / 2]) {
+    for (int step = first; step < first + steps; step++, advance(slot, t->stages)) {
+        const float *scales = t->scales + slot->index * S::tokens;
+        float w[S::WAVES];
+#pragma unroll
+        for (int wave = 0; wave < S::WAVES; wave++)
+            w[wave] = weight_scale<S>(block, wave, step);
+        await(t, slot);
+#pragma unroll
+        for (int wave = 0; wave < S::WAVES; wave++) {
+            float c[S::T / 2];
+            issue<S>(t, slot, wave, c);
+            wgmma_wait<0>();
+            if (wave == S::WAVES - 1 && !S::groups)
+                release<S>(t, slot);
+            promote<S>(sum[wave], c, scales, w[wave]);
+        }
+        if (S::groups)
+            release<S>(t, slot); /* scales were needed until now */
+    }
+}
+
+/* Sums the products of steps [first, end), or of every other one for `group`, where W gives the
+ * rows. */
+template <class S>
+static __device__ __forceinline__ void multiply(const consumer_pipeline *t, block_scales<S> *block,
+                                                int first, int end, int group, pipeline_state *slot,
+                                                float (&sum)[S::WAVES][S::T / 2]) {
+    if (S::by_steps) { /* an even number of stages gives each stage one owner */
+        slot->index = group;
+        first += group;
+    }
+    int steps = (end - first + S::stride - 1) / S::stride;
+    if (S::by_steps && steps <= 0)
+        return;
+    if constexpr (S::two_sets)
+        multiply_in_two_sets<S>(t, block, first, steps, slot, sum);
+    else
+        multiply_in_one_set<S>(t, block, first, steps, slot, sum);
+}
+
+} // namespace moq::fp8_prefill
+
+#endif
