@@ -1,37 +1,12 @@
-/* One of the two products of experts, out[r, n] = sum_k rows[r, k] W[e, n, k] + bias[e, n] for the
- * rows r of each expert e: what the kernels of linears take with an expert in their schedule. A
- * block has a tile of rows (group.h) and a tile of W. */
+/* Products of experts by the tiles of any-chip linears (cuda/linear), which get an expert in their
+ * schedule: a block has a tile of rows (group.h) and a tile of W. */
 #ifndef MOQ_CUDA_MOE_EXPERT_PRODUCT_H
 #define MOQ_CUDA_MOE_EXPERT_PRODUCT_H
 
-#include "cuda/moe/expert_rows.h"
+#include "cuda/moe/pipeline.h"
+#include "cuda/runtime/launch.h"
 
 namespace moq::moe {
-
-typedef struct {
-    const moq_linear_spec *spec; /* of one expert */
-    const moq_moe_weight *weight;
-    const expert_rows *rows;
-    int64_t most_rows;
-    const slot_groups *groups;
-    int64_t tiles;
-    int tile_rows;
-    float *out; /* [rows, N] */
-    void *stream;
-} expert_product;
-
-/* A way to multiply. */
-typedef struct {
-    /* What the product is given of rows. */
-    row_format (*form)(const moq_linear_spec *spec);
-    /* Rows of a tile, where an expert has so many on average. */
-    int (*tile_rows)(double rows);
-    moq_status (*multiply)(const expert_product *product, moq_err *err);
-} product_kind;
-
-/* The kernels of cuda/linear: simt_linear.cu, mma_nvfp4_linear.cu and mma_fp8_linear.cu. */
-extern const product_kind SIMT_PRODUCT, NVFP4_PRODUCT, NVFP4_FOLDED_PRODUCT, FP8_AS_F16_PRODUCT,
-    FP8_AS_E4M3_PRODUCT;
 
 /* ---- the weight of an expert ---- */
 
@@ -93,8 +68,22 @@ static __device__ __forceinline__ product_place place_of_product(const row_tile 
 }
 
 /* Launches a kernel of so many tiles of W and threads with `args`. */
-moq_status launch_product(const expert_product *product, const void *kernel, int64_t weight_tiles,
-                          int threads, int shared, void *args, moq_err *err);
+static inline moq_status launch_product(const expert_product *p, const void *kernel,
+                                        int64_t weight_tiles, int threads, int shared, void *args,
+                                        moq_err *err) {
+    if (p->tiles > INT32_MAX / weight_tiles)
+        return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
+                        (long long)p->most_rows);
+    moq_launch launch = {.what = "product of experts",
+                         .kernel = kernel,
+                         .grid = dim3((unsigned)(p->tiles * weight_tiles)),
+                         .block = dim3((unsigned)threads),
+                         .shared = (size_t)shared,
+                         .stream = (cudaStream_t)p->call->stream,
+                         .pdl = true};
+    void *parameters[] = {args};
+    return moq_cuda_launch(&launch, parameters, err);
+}
 
 } // namespace moq::moe
 

@@ -491,7 +491,7 @@ moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
                   dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 
-moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, const float *u,
+moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, const void *u,
                           const expert_rows *rows, moq_err *err) {
     const moq_moe_call *call = chunk->call;
     const moq_moe_spec *spec = call->spec;

@@ -39,7 +39,7 @@ int64_t scale_bytes(row_format form, int64_t rows, int64_t columns);
 moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
                           const expert_rows *rows, moq_err *err);
 /* g: act(u), u float32 [rows, P * I], as w2 takes it. */
-moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, const float *u,
+moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, const void *u,
                           const expert_rows *rows, moq_err *err);
 /* g as w2 takes it where it is there already, [rows, I] of the layer's dtype, each row at a
  * multiple of 16 values. */

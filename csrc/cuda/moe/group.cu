@@ -581,8 +581,7 @@ static int64_t cluster_of(const slot_chunk *chunk) {
 
 /* The next part of the memory, of so many values. */
 static int32_t *take(int64_t *used, void *memory, int64_t values) {
-    int64_t at = *used;
-    *used += (values * (int64_t)sizeof(int32_t) + 255) / 256 * 256;
+    int64_t at = take_bytes(used, values * (int64_t)sizeof(int32_t));
     return memory ? (int32_t *)((uint8_t *)memory + at) : NULL;
 }
 

@@ -51,6 +51,13 @@ static __device__ __forceinline__ int64_t slot_offset(const slot_tensor *t, int6
     return t->leading ? offset + token * t->stride[0] : offset;
 }
 
+/* Bytes of a workspace that the next part takes, from a multiple of 256 on; where it begins. */
+static inline int64_t take_bytes(int64_t *end, int64_t bytes) {
+    int64_t at = *end;
+    *end += (bytes + 255) / 256 * 256;
+    return at;
+}
+
 /* One tile of rows. */
 typedef struct {
     int32_t expert, first, rows; /* rows [first, first + rows) */

@@ -77,7 +77,7 @@ static moq_status multiply(const expert_product *p, bool native, moq_err *err) {
     args.stack = stack_of(p);
     args.tiles = p->groups->tile;
     args.weight_tiles = moq_tile_count(spec, s->tn);
-    args.out = p->out;
+    args.out = (float *)p->out;
     return launch_product(p, s->kernel[native], args.weight_tiles, s->threads,
                           (s->tm + s->tn) * STEP * s->stages, &args, err);
 }
@@ -90,9 +90,18 @@ static moq_status multiply_as_codes(const expert_product *p, moq_err *err) {
     return multiply(p, true, err);
 }
 
-const product_kind FP8_AS_F16_PRODUCT = {form, moq_moe_mma_fp8_as_f16_tile_rows,
-                                         multiply_as_halves};
-const product_kind FP8_AS_E4M3_PRODUCT = {form, moq_moe_mma_fp8_as_e4m3_tile_rows,
-                                          multiply_as_codes};
+static row_tiling tiling_as_halves(const moq_moe_call *, double rows) {
+    return {moq_moe_mma_fp8_as_f16_tile_rows(rows), 1, false};
+}
+
+static row_tiling tiling_as_codes(const moq_moe_call *, double rows) {
+    return {moq_moe_mma_fp8_as_e4m3_tile_rows(rows), 1, false};
+}
+
+static const expert_kernels AS_HALVES = {form, tiling_as_halves, multiply_as_halves};
+static const expert_kernels AS_CODES = {form, tiling_as_codes, multiply_as_codes};
+
+MOQ_EXPERTS_ENTRY(mma_fp8_as_f16, AS_HALVES)
+MOQ_EXPERTS_ENTRY(mma_fp8_as_e4m3, AS_CODES)
 
 } // namespace moq::moe

@@ -101,7 +101,7 @@ static moq_status multiply(const expert_product *p, nvfp4_format form, moq_err *
     args.stack = stack_of(p);
     args.tiles = p->groups->tile;
     args.weight_tiles = (spec->out_features + s->rows - 1) / s->rows;
-    args.out = p->out;
+    args.out = (float *)p->out;
     return launch_product(p, s->kernel[form], args.weight_tiles, s->threads, s->shared, &args, err);
 }
 
@@ -115,8 +115,18 @@ static moq_status multiply_folded(const expert_product *p, moq_err *err) {
     return multiply(p, NVFP4_FOLDED, err);
 }
 
-const product_kind NVFP4_PRODUCT = {form_exact, moq_moe_mma_nvfp4_tile_rows, multiply_exact};
-const product_kind NVFP4_FOLDED_PRODUCT = {form_folded, moq_moe_mma_nvfp4_folded_tile_rows,
-                                           multiply_folded};
+static row_tiling tiling_exact(const moq_moe_call *, double rows) {
+    return {moq_moe_mma_nvfp4_tile_rows(rows), 1, false};
+}
+
+static row_tiling tiling_folded(const moq_moe_call *, double rows) {
+    return {moq_moe_mma_nvfp4_folded_tile_rows(rows), 1, false};
+}
+
+static const expert_kernels EXACT = {form_exact, tiling_exact, multiply_exact};
+static const expert_kernels FOLDED = {form_folded, tiling_folded, multiply_folded};
+
+MOQ_EXPERTS_ENTRY(mma_nvfp4, EXACT)
+MOQ_EXPERTS_ENTRY(mma_nvfp4_folded, FOLDED)
 
 } // namespace moq::moe

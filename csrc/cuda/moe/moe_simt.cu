@@ -51,9 +51,8 @@ static row_format form(const moq_linear_spec *spec) {
                                            : ROWS_TENSOR;
 }
 
-static int tile_rows(double rows) {
-    (void)rows;
-    return TOKENS;
+static row_tiling tiling_of(const moq_moe_call *, double) {
+    return {TOKENS, 1, false};
 }
 
 static moq_status multiply(const expert_product *p, moq_err *err) {
@@ -73,11 +72,13 @@ static moq_status multiply(const expert_product *p, moq_err *err) {
     args.stack = stack_of(p);
     args.tiles = p->groups->tile;
     args.weight_tiles = moq_tile_count(spec, few ? WARPS : WARPS * PREFILL_ROWS);
-    args.out = p->out;
+    args.out = (float *)p->out;
     return launch_product(p, simt::kernel_for<simt_kernel>(spec, few), args.weight_tiles, THREADS,
                           0, &args, err);
 }
 
-const product_kind SIMT_PRODUCT = {form, tile_rows, multiply};
+static const expert_kernels SIMT = {form, tiling_of, multiply};
+
+MOQ_EXPERTS_ENTRY(simt, SIMT)
 
 } // namespace moq::moe

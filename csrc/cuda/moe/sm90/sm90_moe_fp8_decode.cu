@@ -56,7 +56,7 @@ extern "C" moq_status moq_cuda_moe_fp8_decode(const moq_moe_call *call, moq_err 
     const moq_moe_spec *spec = call->spec;
     moq_input_mode mode = spec->w13.input;
     moq_moe_decode_share share;
-    moq_moe_decode_partition(spec, call->tokens, call->path, &share);
+    moq_moe_decode_partition(spec, call->tokens, call->config, &share);
     if (share.tiles.grid)
         return launch_fused_fp8(call, &share.tiles, err);
     up_args up = up_of(call, &share);
@@ -72,7 +72,7 @@ extern "C" moq_status moq_cuda_moe_fp8_decode(const moq_moe_call *call, moq_err 
 }
 
 extern "C" int64_t moq_cuda_moe_fp8_decode_workspace(const moq_moe_call *call) {
-    return moq_moe_decode_workspace(call->spec, call->tokens, call->path);
+    return moq_moe_decode_workspace(call->spec, call->tokens, call->config);
 }
 
 } // namespace moq::moe_decode

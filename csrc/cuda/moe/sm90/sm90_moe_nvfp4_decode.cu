@@ -41,7 +41,7 @@ extern "C" moq_status moq_cuda_moe_nvfp4_decode(const moq_moe_call *call, moq_er
     const moq_moe_spec *spec = call->spec;
     bool half = spec->w13.dtype == MOQ_DT_F16;
     moq_moe_decode_share share;
-    moq_moe_decode_partition(spec, call->tokens, call->path, &share);
+    moq_moe_decode_partition(spec, call->tokens, call->config, &share);
     if (share.tiles.grid)
         return launch_fused_nvfp4(call, &share.tiles, err);
     up_args up = up_of(call, &share);
@@ -56,7 +56,7 @@ extern "C" moq_status moq_cuda_moe_nvfp4_decode(const moq_moe_call *call, moq_er
 }
 
 extern "C" int64_t moq_cuda_moe_nvfp4_decode_workspace(const moq_moe_call *call) {
-    return moq_moe_decode_workspace(call->spec, call->tokens, call->path);
+    return moq_moe_decode_workspace(call->spec, call->tokens, call->config);
 }
 
 } // namespace moq::moe_decode

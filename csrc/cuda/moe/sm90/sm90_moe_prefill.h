@@ -1,8 +1,8 @@
-/* The products of experts of many tokens on Hopper, and what they take: for sm90_moe_prefill.cu. */
+/* The products of experts of many tokens on Hopper, and what they take: for pipeline.cu. */
 #ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_H
 #define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_H
 
-#include "cuda/moe/expert_product.h"
+#include "cuda/moe/pipeline.h"
 
 namespace moq::moe_prefill {
 
@@ -19,34 +19,22 @@ namespace moq::moe_prefill {
  * with scales of groups. */
 typedef enum { G_VALUES, G_TENSOR, G_GROUP } g_format;
 
-typedef struct {
-    g_format form;
-    void *data;    /* codes [rows, I], */
-    float *scales; /* of groups [I / 128, scale_stride], or of experts [E] */
-    int64_t scale_stride;
-} g_codes;
+/* Rows that FP8 products of a layer take. */
+static inline moe::row_format fp8_format(const moq_linear_spec *spec) {
+    return spec->input == MOQ_INPUT_E4M3_GROUP   ? moe::ROWS_GROUP
+           : spec->input == MOQ_INPUT_E4M3_TOKEN ? moe::ROWS_TOKEN
+                                                 : moe::ROWS_TENSOR;
+}
 
-/* As expert_product.h has it, but for what comes out: g of the layer's dtype [rows, I], rows at
- * multiples of 16 values, or its codes, or d [rows, H], float32 or rounded. */
-typedef struct {
-    moe::expert_product product;
-    const moq_moe_spec *moe;
-    bool gathered; /* rows are tokens, row_stride bytes apart, that slots ask for */
-    int64_t row_stride;
-    bool first;       /* of the two products: g comes out; otherwise d, which is product.out */
-    bool rounds_d;    /* to bfloat16 */
-    bool deep;        /* tiles of fewer rows of W by more columns a step */
-    bool early;       /* the groups are there before the predecessor has ended */
-    int32_t *written; /* [rows], zeros: counts what is written of g, where products are linked
-                         (sm90_moe_prefill_fp8.cu), or NULL */
-    void *g;
-    g_codes codes;
-} prefill_product;
+/* Output of the first FP8 product: codes if their scale is known within a block. */
+static inline g_format g_format_of(const moq_moe_spec *spec) {
+    moe::row_format format = fp8_format(&spec->w2);
+    if (format == moe::ROWS_TENSOR)
+        return G_TENSOR;
+    return format == moe::ROWS_GROUP && spec->gated ? G_GROUP : G_VALUES;
+}
 
-moq_status multiply_fp8(const prefill_product *p, moq_err *err);
-moq_status multiply_fp8_large(const prefill_product *p, moq_err *err);
-moq_status multiply_nvfp4(const prefill_product *p, moq_err *err);
-moq_status multiply_nvfp4_fp8(const prefill_product *p, moq_err *err);
+moq_status multiply_fp8_large(const moe::expert_product *p, moq_err *err);
 
 } // namespace moq::moe_prefill
 

@@ -273,16 +273,16 @@ static int large_smem_layout(gemm_args *a, int limit) {
     return a->stages * largest::stage + always;
 }
 
-moq_status multiply_fp8_large(const prefill_product *p, moq_err *err) {
-    const moe::expert_product *e = &p->product;
-    int64_t k = e->spec->in_features, n = e->spec->out_features;
+moq_status multiply_fp8_large(const moe::expert_product *p, moq_err *err) {
+    int64_t k = p->spec->in_features, n = p->spec->out_features;
     moq_cuda_device device;
     CUtensorMap weights, rows;
-    MOQ_TRY(moq_cuda_query_device(e->spec->device.index, &device, err));
+    MOQ_TRY(moq_cuda_query_device(p->spec->device.index, &device, err));
     gemm_args a = fp8_args_of(p);
     int shared = large_smem_layout(&a, device.shared_per_block);
-    MOQ_TRY(moq_tensor_map_pairs(&weights, e->weight->weight, p->moe->experts * n, k, k, err));
-    MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k, k, largest::box_rows, err));
+    MOQ_TRY(
+        moq_tensor_map_pairs(&weights, p->weight->weight, p->call->spec->experts * n, k, k, err));
+    MOQ_TRY(moq_tensor_map_rows(&rows, p->rows->data, p->most_rows, k, k, largest::box_rows, err));
     const void *kernel[] = {(const void *)experts_fp8_large<OF_GATE_AND_UP>,
                             (const void *)experts_fp8_large<OF_ONE>,
                             (const void *)experts_fp8_large<OF_D>}; /* by use */

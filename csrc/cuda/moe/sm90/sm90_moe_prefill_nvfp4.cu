@@ -7,9 +7,11 @@
  * warp for a unit with the rest of the loop, so that schedulers issue in 65 to 70 of 100 cycles,
  * and how evenly tiles come out; with many rows the tensor cores, 1152 cycles of products a step of
  * 128 rows by 288. Between, in tiles of 256 rows by up to 128, both, as they slow each other. */
+#include "cuda/choice/moe_prefill.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_launch.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_nvfp4_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_nvfp4_products.h"
+#include "cuda/moe/sm90/sm90_moe_prefill_rows.h"
 
 namespace moq::moe_prefill {
 
@@ -141,12 +143,13 @@ static unit_variant variant_of_tile(int rows, bool deep) {
 }
 
 template <nvfp4_prefill::operand_type TYPE>
-static unit_variant variant_for(const prefill_product *p) {
-    int rows = p->product.tile_rows;
+static unit_variant variant_for(const moe::expert_product *p) {
+    int rows = p->tile_rows;
+    bool deep = moq_moe_prefill_deep(p->call->spec, p->call->config);
     product_use use = use_of(p);
-    return use == OF_D     ? variant_of_tile<TYPE, OF_D>(rows, p->deep)
-           : use == OF_ONE ? variant_of_tile<TYPE, OF_ONE>(rows, p->deep)
-                           : variant_of_tile<TYPE, OF_GATE_AND_UP>(rows, p->deep);
+    return use == OF_D     ? variant_of_tile<TYPE, OF_D>(rows, deep)
+           : use == OF_ONE ? variant_of_tile<TYPE, OF_ONE>(rows, deep)
+                           : variant_of_tile<TYPE, OF_GATE_AND_UP>(rows, deep);
 }
 
 /* As many stages as fit beside the outputs; dynamic shared memory is returned. */
@@ -157,30 +160,66 @@ static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
     return a->stages * v->stage + v->room;
 }
 
-moq_status multiply_nvfp4(const prefill_product *p, moq_err *err) {
-    const moe::expert_product *e = &p->product;
-    const moq_linear_spec *spec = e->spec;
+static moq_status multiply_nvfp4(const moe::expert_product *p, moq_err *err) {
+    const moq_linear_spec *spec = p->spec;
     unit_variant v = spec->dtype == MOQ_DT_F16 ? variant_for<nvfp4_prefill::AS_F16>(p)
                                                : variant_for<nvfp4_prefill::AS_BF16>(p);
     int64_t k = spec->in_features, blocks = moq_pack_blocks(k);
     int64_t slabs = moq_pack_slabs(spec->out_features);
-    int64_t row_of_d = spec->out_features * (p->rounds_d ? 2 : 4);
+    int64_t row_of_d = spec->out_features * (p->d_dtype == MOQ_DT_BF16 ? 2 : 4);
     moq_cuda_device device;
     CUtensorMap weights, rows, of_d[2];
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
     gemm_args a = args_of(p, (blocks + v.units - 1) / v.units, slabs, v.box_slabs / WAVE_SLABS);
     int shared = set_stages(&a, &v, device.shared_per_block);
-    MOQ_TRY(moq_tensor_map_words(&weights, e->weight->weight, p->moe->experts * slabs,
+    MOQ_TRY(moq_tensor_map_words(&weights, p->weight->weight, p->call->spec->experts * slabs,
                                  blocks * UNIT_WORDS, v.box_slabs, v.box_units * UNIT_WORDS, err));
     rows = of_d[0] = of_d[1] = weights; /* not looked at where rows are gathered, and g made */
     if (!p->gathered)
-        MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k * 2,
+        MOQ_TRY(moq_tensor_map_rows(&rows, p->rows->data, p->most_rows, k * 2,
                                     moe::row_bytes(moe::ROWS_VALUES, spec->dtype, k),
                                     (uint32_t)v.box_rows, err));
     for (int i = 0; !p->first && i < 2; i++)
-        MOQ_TRY(moq_tensor_map_rows(&of_d[i], e->out, e->most_rows, row_of_d, row_of_d,
+        MOQ_TRY(moq_tensor_map_rows(&of_d[i], p->out, p->most_rows, row_of_d, row_of_d,
                                     i ? 8u : (uint32_t)v.at_once, err));
     return launch(p, v.kernel, &a, shared, &weights, &rows, v.warpgroups, false, err, of_d);
 }
+
+/* ---- the pipeline's hooks ---- */
+
+static moe::row_format format_of(const moq_linear_spec *) {
+    return moe::ROWS_VALUES;
+}
+
+static moe::row_tiling tiling_of(const moq_moe_call *call, double) {
+    return {moq_moe_prefill_tile_rows(call->spec, call->config), MOQ_MOE_PREFILL_ROWS_OF_D, false};
+}
+
+/* Small tiles gather their rows; large ones would wait for them (docs/lab/experts-prefill.md). */
+static moq_status load_x(const moe::slot_chunk *chunk, moe::expert_product *p, moe::expert_rows *x,
+                         moq_err *err) {
+    const moq_moe_call *call = chunk->call;
+    if (call->weights_on_input || call->w13.pre_quant_scale)
+        return moe::make_rows_of_x(chunk, p->groups, x, err);
+    if (chunk->tile_rows > 64) {
+        p->early = true;
+        return make_rows_of_tokens(chunk, p->groups, x, NULL, err);
+    }
+    int64_t stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
+    x->data = (uint8_t *)call->x->data + chunk->first * stride;
+    p->gathered = true;
+    return MOQ_OK;
+}
+
+static int64_t u_bytes(const moq_moe_call *call) {
+    const moq_linear_spec *w2 = &call->spec->w2;
+    return call->w2.pre_quant_scale ? moe::row_bytes(moe::ROWS_VALUES, w2->dtype, w2->in_features)
+                                    : 0;
+}
+
+static const moe::expert_kernels NVFP4_PREFILL = {
+    format_of, tiling_of, multiply_nvfp4, load_x, u_bytes, moe::make_rows_of_g, NULL, true, true};
+
+MOQ_EXPERTS_ENTRY(nvfp4_prefill, NVFP4_PREFILL)
 
 } // namespace moq::moe_prefill

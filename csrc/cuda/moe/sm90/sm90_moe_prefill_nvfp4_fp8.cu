@@ -11,6 +11,7 @@
 #include "cuda/moe/sm90/sm90_moe_prefill_folded.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_folded_outputs.h"
 #include "cuda/moe/sm90/sm90_moe_prefill_launch.h"
+#include "cuda/moe/sm90/sm90_moe_prefill_rows.h"
 
 namespace moq::moe_prefill {
 
@@ -120,10 +121,9 @@ static int folded_smem_layout(folded_args *f, const folded_variant *v, int limit
     return f->gemm.stages * v->stage + OUT_BYTES;
 }
 
-moq_status multiply_nvfp4_fp8(const prefill_product *p, moq_err *err) {
-    const moe::expert_product *e = &p->product;
-    const moq_linear_spec *spec = e->spec;
-    bool wide = e->tile_rows > MOQ_MOE_FOLDED_ROWS;
+static moq_status multiply_nvfp4_fp8(const moe::expert_product *p, moq_err *err) {
+    const moq_linear_spec *spec = p->spec;
+    bool wide = p->tile_rows > MOQ_MOE_FOLDED_ROWS;
     folded_variant v = wide ? folded_variant_of<true>() : folded_variant_of<false>();
     int64_t k = spec->in_features, n = spec->out_features, blocks = moq_pack_blocks(k);
     int64_t slabs = moq_pack_slabs(n), pairs = spec->target.sm_count / 2;
@@ -131,30 +131,58 @@ moq_status multiply_nvfp4_fp8(const prefill_product *p, moq_err *err) {
     CUtensorMap weights, rows, outputs;
     MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
     folded_args f = {args_of(p, (k + FOLDED_STEP - 1) / FOLDED_STEP, slabs, 1),
-                     e->weight->fold_scale};
-    f.gemm.x_scale = (const float *)e->rows->scales;
+                     p->weight->fold_scale};
+    f.gemm.x_scale = (const float *)p->rows->scales;
     int shared = folded_smem_layout(&f, &v, device.shared_per_block);
-    int64_t tiles = e->tiles * ((f.gemm.row_tiles + 1) / 2);
+    int64_t tiles = p->tiles * ((f.gemm.row_tiles + 1) / 2);
     if (tiles > INT32_MAX)
         return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
-                        (long long)e->most_rows);
-    MOQ_TRY(moq_tensor_map_words(&weights, e->weight->weight, p->moe->experts * slabs,
+                        (long long)p->most_rows);
+    MOQ_TRY(moq_tensor_map_words(&weights, p->weight->weight, p->call->spec->experts * slabs,
                                  blocks * (MOQ_PACK_BYTES / 8), 4, PACKED_SLAB / 8, err));
     MOQ_TRY(
-        moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k, k, (uint32_t)v.box_rows, err));
+        moq_tensor_map_rows(&rows, p->rows->data, p->most_rows, k, k, (uint32_t)v.box_rows, err));
     outputs = rows; /* not looked at where g comes out */
     if (!p->first)
-        MOQ_TRY(moq_tensor_map_rows(&outputs, e->out, e->most_rows, n * 4, n * 4, OUT_ROWS, err));
+        MOQ_TRY(moq_tensor_map_rows(&outputs, p->out, p->most_rows, n * 4, n * 4, OUT_ROWS, err));
     moq_launch launch = {.what = "product of experts",
                          .kernel = v.kernel[use_of(p)],
                          .grid = dim3((unsigned)(2 * (tiles < pairs ? tiles : pairs))),
                          .block = dim3((unsigned)v.threads),
                          .cluster = 2,
                          .shared = (size_t)shared,
-                         .stream = (cudaStream_t)e->stream,
+                         .stream = (cudaStream_t)p->call->stream,
                          .pdl = true};
     void *parameters[] = {&weights, &rows, &outputs, &f};
     return moq_cuda_launch(&launch, parameters, err);
 }
+
+/* ---- the pipeline's hooks ---- */
+
+static moe::row_format format_of(const moq_linear_spec *) {
+    return moe::ROWS_TOKEN;
+}
+
+static moe::row_tiling tiling_of(const moq_moe_call *call, double) {
+    return {moq_moe_folded_tile_rows(call->config), 1, false};
+}
+
+static moq_status load_x(const moe::slot_chunk *chunk, moe::expert_product *p, moe::expert_rows *x,
+                         moq_err *err) {
+    return make_paired_rows_of_x(chunk, p->groups, x, err);
+}
+
+/* The scale of g is that of a whole row, of which no block has all columns, so values are written.
+ */
+static int64_t u_bytes(const moq_moe_call *call) {
+    const moq_linear_spec *w2 = &call->spec->w2;
+    return moe::row_bytes(moe::ROWS_VALUES, w2->dtype, w2->in_features);
+}
+
+static const moe::expert_kernels NVFP4_FP8_PREFILL = {format_of, tiling_of, multiply_nvfp4_fp8,
+                                                      load_x,    u_bytes,   make_paired_rows_of_g,
+                                                      NULL,      true,      true};
+
+MOQ_EXPERTS_ENTRY(nvfp4_fp8_prefill, NVFP4_FP8_PREFILL)
 
 } // namespace moq::moe_prefill
