@@ -9,8 +9,8 @@ Environment:
   MOQEXT_CUDA=auto|0|1     auto (default) compiles csrc/cuda when nvcc is found, 1 demands it: where there is
                            no GPU for "all" architectures
   MOQEXT_CUDA_ARCHS        "native" (default): the GPUs of this machine, and no CUDA where there is none;
-                           "all": "80;89;90a;100f;120f;89-virtual"; or a list of that form. sm90_*.cu are
-                           compiled for 90a alone
+                           "all": "80;89;90a;100f;120f;89-virtual"; or a list of that form. Files of a
+                           folder sm90 are compiled for 90a alone
   MOQEXT_CUDA_HOME         root of the toolkit; otherwise PATH, CUDA_HOME, pip's nvidia-* packages
   MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer, and checks of invariants
   MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower
@@ -261,8 +261,8 @@ def native_archs(gpus):
 
 
 def archs_of(source, archs):
-    """What a file is compiled for: one named for an architecture, as sm90_*.cu, for that one alone."""
-    named = re.match(r"sm(\d+)_", source.name)
+    """Architectures of a file: the build's, or below a folder named for one, as sm90, that one alone."""
+    named = re.search(r"/sm(\d+)/", source.as_posix())
     if not named:
         return archs
     own = [arch for arch in archs.split(";") if arch.rstrip("af") == named[1]]

@@ -244,11 +244,12 @@ def sketch(tmp_path):
         "binding/args.c",
         "cuda/absent.c",
         "cuda/runtime/devices.cu",
+        "cuda/sm90/gemm.cu",
+        "cuda/sm90/gemm.c",
     ):
         place = tmp_path / "sketch" / "csrc" / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.touch()
-    (tmp_path / "sketch" / "csrc" / "cuda" / "sm90_gemm.cu").touch()
     (tmp_path / "sketch" / "moqext").mkdir()
     (tmp_path / "sketch" / "python").mkdir()
     return tmp_path / "sketch"
@@ -290,10 +291,11 @@ def test_flavours_of_a_build_keep_their_objects(sketch, tmp_path, fakes):
     ]
     first = [compiled(build(sketch, tmp_path, **(fakes | flavour))) for flavour in flavours]
     cuda, c_files = ([path for path in first[0] if path.endswith(end)] for end in (".cu", ".c"))
+    assert {"csrc/cuda/sm90/gemm.c", "csrc/cuda/sm90/gemm.cu"} <= set(first[0])  # objects of their own
     assert first[1] == ["csrc/cuda/absent.c"]
     assert first[2] == c_files
     assert first[3] == sorted([*c_files, "csrc/cuda/absent.c"])
-    assert first[4] == [path for path in cuda if "/sm90_" not in path]
+    assert first[4] == [path for path in cuda if "/sm90/" not in path]
     assert first[5] == cuda
     assert [compiled(build(sketch, tmp_path, **(fakes | flavour))) for flavour in flavours] == [[]] * 6
 

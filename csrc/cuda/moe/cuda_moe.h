@@ -35,6 +35,23 @@ int64_t moq_cuda_moe_mma_nvfp4_workspace(const moq_moe_call *call);
 moq_status moq_cuda_moe_mma_nvfp4_folded(const moq_moe_call *call, moq_err *err);
 int64_t moq_cuda_moe_mma_nvfp4_folded_workspace(const moq_moe_call *call);
 
+/* ---- Hopper (sm_90a); cuda/choice has what each can run ---- */
+
+/* Decode: FP8 weights, or packed NVFP4 weights as they are (choice/moe_decode.h). */
+moq_status moq_cuda_moe_fp8_decode(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_fp8_decode_workspace(const moq_moe_call *call);
+moq_status moq_cuda_moe_nvfp4_decode(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_nvfp4_decode_workspace(const moq_moe_call *call);
+
+/* Prefill, x and y of 16 bits: FP8 weights, H and I multiples of 16; packed NVFP4 weights as they
+ * are, or folded to e4m3 with x quantized by token. */
+moq_status moq_cuda_moe_fp8_prefill(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_fp8_prefill_workspace(const moq_moe_call *call);
+moq_status moq_cuda_moe_nvfp4_prefill(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_nvfp4_prefill_workspace(const moq_moe_call *call);
+moq_status moq_cuda_moe_nvfp4_fp8_prefill(const moq_moe_call *call, moq_err *err);
+int64_t moq_cuda_moe_nvfp4_fp8_prefill_workspace(const moq_moe_call *call);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,25 +1,323 @@
-/* Experts with FP8 weights for one to four tokens on Hopper in strips, where g has a scale that is
- * known before it is, or one for 128 columns: one kernel from x to W2, and
- * sm90_moe_decode_fused_sum.h behind it (sm90_moe_decode_kernels.h says what is computed).
+/* FP8 weights in the decode kernels of experts on Hopper: up_down.h and split_k.h say what is
+ * computed and how; the fused kernel for FP8 is in the second half of this file.
  *
- * A strip is 64 columns of I: so many rows of gate and of up, and so many columns of W2. A block
- * has some strips of one slot, and needs nothing of others but, where g has a scale for 128
- * columns, of the one that has the neighbouring strips; what it leaves is a part of d. Slots are by
- * themselves: where two tokens have an expert its weights are read twice, from L2 once.
+ * Layouts: weights e4m3 [E, N, K] as the checkpoint has them; x and g are quantized to e4m3 on the
+ * way, with one scale an expert, a token, or 128 columns. A stage is 128 columns of a warp's slabs,
+ * a box of 16 rows in the 128-byte swizzle for each slab; of one slab with split-K. A lane
+ * quantizes the columns that it multiplies: 32 of a token, in the order of its 16-byte groups of W.
+ * That takes 70 to 150 instructions, while memory takes 440 for a slab; with split-K once for all
+ * items of a chunk. Hopper has no e4m3 products for one warp (mma.sync becomes conversions and
+ * float16 products), so codes become float16, which holds them, those of x once for all slabs. Sums
+ * are float32, not the 14 bits of wgmma.
  *
- * Sixteen warps, alone on a multiprocessor. In the first product a warp has 128 columns of K, whose
- * codes of x stay in registers, and a ring of its own of boxes of 16 rows. In the second it has 128
- * rows of H, which its lanes ask for 16 bytes at a time while the last stages of the first are
- * under way, to a place of their own: so they come while sums of the first meet in shared memory,
- * once a strip. Boxes of 64 bytes are slow.
+ * Quantizing by token needs the whole row: `up` finds the scales of a block's tokens while its
+ * pipelines fill, and leaves the maximum of g of each slot and 16 rows for `down`.
  *
- * What bounds it: the weights of experts that have a slot. */
+ * Fused up and down, one to four tokens, if the scale of g is known before g is, or is one of 128
+ * columns. A block has some tiles of one slot and needs nothing of other blocks, except, with a
+ * scale of 128 columns, of the one with the neighbouring tiles. Two tokens with one expert read its
+ * weights twice, once from L2. Sixteen warps, one block a multiprocessor. In the first product a
+ * warp has 128 columns of K, whose codes of x stay in registers, and a pipeline of its own of boxes
+ * of 16 rows. In the second a warp has 128 rows of H, which its lanes copy 16 bytes at a time while
+ * the last stages of the first are under way, to memory of their own: they arrive while sums of the
+ * first meet in shared memory, once a tile. Boxes of 64 bytes are slow.
+ *
+ * Bound: the weights of experts that have a slot. Measured: docs/lab/experts-decode.md. */
 #include "cuda/choice/moe_decode.h"
-#include "cuda/moe/sm90/sm90_moe_decode_fp8.h"
-#include "cuda/moe/sm90/sm90_moe_decode_fused_sum.h"
-#include "cuda/moe/sm90/sm90_moe_fused.h"
+#include "cuda/moe/cuda_moe.h"
+#include "cuda/moe/sm90/decode/fused.h"
+#include "cuda/moe/sm90/decode/split_k.h"
+#include "cuda/runtime/tensor_map.h"
 
 namespace moq::moe_decode {
+
+#define BLOCK 128            /* columns, a byte each */
+#define BOX   (SLAB * BLOCK) /* bytes */
+
+/* Two codes as float16. */
+static __device__ __forceinline__ uint32_t widen_codes(uint32_t word, bool high) {
+    uint32_t pair;
+    uint16_t codes = (uint16_t)(high ? word >> 16 : word);
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(codes));
+    return pair;
+}
+
+template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
+    static constexpr int slabs = SLABS, stage_blocks = MOQ_MOE_FP8_DECODE_BLOCKS;
+    static constexpr int stage_bytes = SLABS * BOX, alignment = 1024;
+    static constexpr moq_dtype dtype = DT;
+    static constexpr bool scaled_tokens = MODE == MOQ_INPUT_E4M3_TOKEN;
+    static_assert(stage_blocks == 1, "a stage is a block");
+
+    typedef int target;      /* the expert's first row among those of all */
+    typedef uint32_t places; /* where the lane's columns of row g are */
+    typedef struct {
+        uint4 part[4];        /* 32 values */
+        float w_scale[SLABS]; /* by blocks */
+    } columns;
+
+    static __device__ __forceinline__ void aim(const warp_parts *p, const walk &, int expert,
+                                               target *t) {
+        *t = expert * p->a->w.rows;
+    }
+
+    static __device__ __forceinline__ void fill(const warp_parts *p, const walk &at, target *t, int,
+                                                uint32_t to, uint32_t bar) {
+        int row = *t + (p->slab + at.row) * SLAB;
+        if (is_elected()) {
+            mbarrier_expect(bar, (uint32_t)(p->slabs * BOX));
+#pragma unroll
+            for (int i = 0; i < SLABS; i++)
+                if (i < p->slabs)
+                    copy_box_2d(to + i * BOX, &p->a->map, at.block * BLOCK,
+                                row + i * p->slab_step * SLAB, bar, p->policy);
+        }
+    }
+
+    /* Pieces of 16 bytes of a row are xored with it. The lane's are 2 t and 2 t + 1. */
+    static __device__ __forceinline__ places places_of(const warp_parts *p) {
+        int g = p->lane / 4, t = p->lane % 4;
+        return p->pipeline + (uint32_t)(g * BLOCK + ((2 * t ^ g) << 4));
+    }
+
+    static __device__ __forceinline__ void load(const warp_parts *p, const column *c, int row,
+                                                int block, int count, columns *x) {
+        const stack *w = &p->a->w;
+        int first = block * BLOCK + p->lane % 4 * 32;
+        const uint8_t *from = c->row + 2 * first;
+        if (count == 0)
+            return;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            x->part[i] = first < w->columns ? load_part(from + 16 * i) : make_uint4(0, 0, 0, 0);
+        if constexpr (MODE == MOQ_INPUT_E4M3_GROUP)
+            load_scales(p, c, row, block, x);
+    }
+
+    static __device__ __forceinline__ void load_scales(const warp_parts *p, const column *c,
+                                                       int item, int block, columns *x) {
+        const stack *w = &p->a->w;
+#pragma unroll
+        for (int i = 0; i < SLABS; i++) {
+            int part = w->parts == 2 ? i : 0, slab = p->slab + i * p->slab_step + item;
+            int row = (expert_of_chunk(c->chunk) * w->parts + part) * w->part_blocks +
+                      (slab - part * p->a->pairs) / (BLOCK / SLAB);
+            x->w_scale[i] =
+                i < p->slabs
+                    ? __ldg((const float *)w->weight_scale + (int64_t)row * w->blocks + block)
+                    : 0;
+        }
+    }
+
+    /* The scale of the columns of the lane's token, which four lanes have. */
+    static __device__ __forceinline__ float scale_of_group(const columns *x) {
+        uint32_t most = 0;
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            most = __vmaxu2(most, (&x->part[i / 4].x)[i % 4] & 0x7fff7fffu);
+        most = moq_max_of_lanes(max(most & 0xffff, most >> 16), 4);
+        return moq_group_scale(moq_widen_pair(most, DT).x);
+    }
+
+    /* What the lane's token is quantized by: a scale, or its inverse where all have one. */
+    static __device__ __forceinline__ float scale_of(const warp_parts *p, const column *c,
+                                                     const columns *x) {
+        if constexpr (MODE == MOQ_INPUT_E4M3_TENSOR)
+            return __frcp_rn(
+                __ldg(p->a->w.input_scale + expert_of_chunk(c->chunk) * p->a->w.parts));
+        else if constexpr (MODE == MOQ_INPUT_E4M3_TOKEN)
+            return p->scale[c->place];
+        else
+            return scale_of_group(x);
+    }
+
+    /* Codes of half of the lane's values as float16. */
+    static __device__ __forceinline__ void quantize(const uint4 *part, float scale,
+                                                    uint32_t (&x)[8]) {
+        float value[16];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            float2 pair = moq_widen_pair((&part[i / 4].x)[i % 4], DT);
+            value[2 * i] = pair.x;
+            value[2 * i + 1] = pair.y;
+        }
+        uint4 codes = MODE == MOQ_INPUT_E4M3_TENSOR ? moq_codes_multiplied(value, scale)
+                                                    : moq_codes_divided(value, scale);
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            x[i] = widen_codes((&codes.x)[i / 2], i % 2 != 0);
+    }
+
+    /* 64 columns of a slab, from the lane's vectors of rows g and g + 8. */
+    static __device__ __forceinline__ void multiply_half(uint4 upper, uint4 lower,
+                                                         const uint32_t (&x)[8], float (&sum)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            uint32_t u = (&upper.x)[i], l = (&lower.x)[i];
+            const uint32_t w[4] = {widen_codes(u, false), widen_codes(l, false),
+                                   widen_codes(u, true), widen_codes(l, true)};
+            const uint32_t b[2] = {x[2 * i], x[2 * i + 1]};
+            mma_f16(sum, w, b);
+        }
+    }
+
+    /* x of the next stage is asked for first: all of it is needed at once. */
+    template <bool UP>
+    static __device__ __forceinline__ void multiply(const warp_parts *p, const places &at,
+                                                    const stage_view &v, columns *x,
+                                                    float (&sum)[SLABS][1][4]) {
+        columns own = *x;
+        load(p, &v.next, v.next_row, v.next_block, v.next_blocks, x);
+        mbarrier_wait(v.bar, v.parity);
+        if (UP && p->a->weights_on_input)
+            weigh<4>(own.part, DT, v.own.weight);
+        multiply_stage(p, at + v.stage, &v.own, &own, sum);
+    }
+
+    static __device__ __forceinline__ void multiply_stage(const warp_parts *p, uint32_t stage,
+                                                          const column *c, const columns *x,
+                                                          float (&sum)[SLABS][1][4]) {
+        float scale = scale_of(p, c, x), part[SLABS][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t codes[8];
+            quantize(&x->part[2 * half], scale, codes);
+#pragma unroll
+            for (int i = 0; i < SLABS; i++) {
+                uint32_t from = (stage + i * BOX) ^ half * 16;
+                multiply_half(load_shared(from), load_shared(from + BOX / 2), codes,
+                              MODE == MOQ_INPUT_E4M3_GROUP ? part[i] : sum[i][0]);
+            }
+        }
+        if constexpr (MODE == MOQ_INPUT_E4M3_GROUP)
+            add_scaled(p, scale, x, part, sum);
+    }
+
+    /* Sums of 128 columns with the scales of x, column by column of the product, and of W. */
+    static __device__ __forceinline__ void add_scaled(const warp_parts *p, float scale,
+                                                      const columns *x,
+                                                      const float (&part)[SLABS][4],
+                                                      float (&sum)[SLABS][1][4]) {
+        float of_column[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            of_column[i] = __shfl_sync(ALL_LANES, scale, (p->lane % 4 * 2 + i) * 4);
+#pragma unroll
+        for (int i = 0; i < 4 * SLABS; i++)
+            sum[i / 4][0][i % 4] = __fmaf_rn(
+                part[i / 4][i % 4], x->w_scale[i / 4] * of_column[i % 2], sum[i / 4][0][i % 4]);
+    }
+
+    static __device__ __forceinline__ float factor_of_expert(const stack *w, int expert) {
+        return MODE == MOQ_INPUT_E4M3_TENSOR ? load_early(w->input_scale + expert * w->parts) : 1;
+    }
+};
+
+/* With slices of BLOCKS blocks of K. */
+template <int SLABS, int BLOCKS, moq_dtype DT, moq_input_mode MODE>
+struct fp8_split_k : fp8<SLABS, DT, MODE> {
+    typedef fp8<SLABS, DT, MODE> base;
+    static constexpr bool scaled_groups = MODE == MOQ_INPUT_E4M3_GROUP;
+    static constexpr int blocks = BLOCKS, stage_blocks = 1, block_bytes = BOX;
+
+    typedef struct {
+        int row, column;
+        float scale; /* of W by blocks */
+    } split_target;
+    typedef struct {
+        typename base::columns block[BLOCKS];
+    } raw_columns;
+    typedef struct {
+        uint32_t code[BLOCKS][2][8]; /* as float16 */
+        float scale[BLOCKS][2];      /* by blocks, of the lane's columns of the product */
+    } split_columns;
+
+    static __device__ __forceinline__ void aim_split(const warp_parts *p, int expert, int slab,
+                                                     int begin, split_target *t) {
+        const stack *w = &p->a->w;
+        t->row = expert * w->rows + slab * SLAB;
+        t->column = begin * BLOCK;
+        if constexpr (scaled_groups) {
+            int part = w->parts == 2 && slab >= p->a->pairs;
+            int row = (expert * w->parts + part) * w->part_blocks +
+                      (slab - part * p->a->pairs) / (BLOCK / SLAB);
+            t->scale =
+                load_early((const float *)w->weight_scale + (int64_t)row * w->blocks + begin);
+        }
+    }
+
+    static __device__ __forceinline__ void
+    fill_split_stage(const warp_parts *p, const split_target *t, uint32_t to, uint32_t bar) {
+        mbarrier_expect(bar, BOX);
+        copy_box_2d(to, &p->a->map, t->column, t->row, bar, p->policy);
+    }
+
+    static __device__ __forceinline__ float scale_of_column(const warp_parts *p, const column *c) {
+        return MODE == MOQ_INPUT_E4M3_TENSOR
+                   ? load_early(p->a->w.input_scale + expert_of_chunk(c->chunk) * p->a->w.parts)
+                   : 1;
+    }
+
+    static __device__ __forceinline__ void load_raw(const warp_parts *p, const column *c, int begin,
+                                                    int nominal, raw_columns *x) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            int first = (begin + i) * BLOCK + p->lane % 4 * 32;
+            bool meant = begin + i >= nominal && first < p->a->w.columns;
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                x->block[i].part[j] =
+                    meant ? load_part(c->row + 2 * first + 16 * j) : make_uint4(0, 0, 0, 0);
+        }
+    }
+
+    template <bool UP>
+    static __device__ __forceinline__ void make_columns(const warp_parts *p, const column *c,
+                                                        const raw_columns *raw, split_columns *x) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+            typename base::columns own = raw->block[i];
+            if (UP && p->a->weights_on_input)
+                weigh<4>(own.part, DT, c->weight);
+            float scale = MODE == MOQ_INPUT_E4M3_TENSOR  ? __frcp_rn(c->scale)
+                          : MODE == MOQ_INPUT_E4M3_TOKEN ? p->scale[c->place]
+                                                         : base::scale_of_group(&own);
+            base::quantize(own.part, scale, x->code[i][0]);
+            base::quantize(own.part + 2, scale, x->code[i][1]);
+#pragma unroll
+            for (int j = 0; j < 2 && scaled_groups; j++)
+                x->scale[i][j] = __shfl_sync(ALL_LANES, scale, (p->lane % 4 * 2 + j) * 4);
+        }
+    }
+
+    static __device__ __forceinline__ void multiply_stage(uint32_t places, const split_stage *stage,
+                                                          const split_columns &x, int block,
+                                                          const split_target &t, float (&sum)[4]) {
+        float two[2][4] = {}, scale = 1;
+        if constexpr (scaled_groups)
+            scale = __shfl_sync(ALL_LANES, t.scale, stage->number % 32);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t from = (places + stage->at) ^ half * 16;
+            base::multiply_half(load_shared(from), load_shared(from + BOX / 2), x.code[block][half],
+                                two[half]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float both = __fadd_rn(two[0][j], two[1][j]);
+            sum[j] = scaled_groups ? __fmaf_rn(both, scale * x.scale[block][j % 2], sum[j])
+                                   : __fadd_rn(sum[j], both);
+        }
+    }
+};
+
+static inline moq_status describe_fp8(const moq_moe_call *call, common_args *c, moq_err *err) {
+    stack *w = &c->w;
+    w->blocks = (w->columns + BLOCK - 1) / BLOCK;
+    w->expert_bytes = (int64_t)w->rows * w->columns;
+    return moq_tensor_map_rows(&c->map, w->weight, (int64_t)call->spec->experts * w->rows,
+                               w->columns, w->columns, SLAB, err);
+}
 
 #define OWN_SLABS    MOQ_MOE_FP8_FUSED_DOWN_SLABS /* of a warp in the second product */
 #define OWN_ROWS     (OWN_SLABS * SLAB)
@@ -489,13 +787,14 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
     leave_rows(a, &p, &s, d);
 }
 
-template <moq_dtype DT> static const void *kernel_of(moq_input_mode mode) {
+template <moq_dtype DT> static const void *fused_kernel_of(moq_input_mode mode) {
     return mode == MOQ_INPUT_E4M3_GROUP
                ? (const void *)moe_decode_fused_fp8<fp8_fused<DT, MOQ_INPUT_E4M3_GROUP>>
                : (const void *)moe_decode_fused_fp8<fp8_fused<DT, MOQ_INPUT_E4M3_TENSOR>>;
 }
 
-moq_status launch_fused_fp8(const moq_moe_call *call, const moq_moe_fused *share, moq_err *err) {
+static moq_status launch_fused_fp8(const moq_moe_call *call, const moq_moe_fused *share,
+                                   moq_err *err) {
     const moq_moe_spec *spec = call->spec;
     moq_input_mode mode = spec->w13.input;
     fused_fp8_args a = {};
@@ -508,14 +807,67 @@ moq_status launch_fused_fp8(const moq_moe_call *call, const moq_moe_fused *share
     a.tiles = (int)spec->w2.in_features / FUSED_COLUMNS;
     a.ask = share->ask;
     a.down_at = share->down_at;
-    const void *kernel =
-        spec->w13.dtype == MOQ_DT_F16 ? kernel_of<MOQ_DT_F16>(mode) : kernel_of<MOQ_DT_BF16>(mode);
+    const void *kernel = spec->w13.dtype == MOQ_DT_F16 ? fused_kernel_of<MOQ_DT_F16>(mode)
+                                                       : fused_kernel_of<MOQ_DT_BF16>(mode);
     MOQ_TRY(launch_first(call, share, "FP8 experts", kernel, &a, err));
     fused_sum_args sum = sum_of(call, &a.tile);
     sum.factor = 1;
     if (mode != MOQ_INPUT_E4M3_TENSOR)
         sum.down.input_scale = NULL;
     return launch_second(call, share, &sum, err);
+}
+
+/* Kernels by what a slice has, which is MOQ_MOE_FP8_DECODE_SPLIT_K of moe_decode.h. */
+template <moq_dtype DT, moq_input_mode MODE, int BLOCKS>
+static const void *split_k_kernel(const moq_moe_decode_half *h, bool up) {
+    if (!up)
+        return (const void *)moe_decode_down_split_k<fp8_split_k<2, BLOCKS, DT, MODE>>;
+    return h->slabs == 2 ? (const void *)moe_decode_up_split_k<fp8_split_k<2, BLOCKS, DT, MODE>>
+                         : (const void *)moe_decode_up_split_k<fp8_split_k<1, BLOCKS, DT, MODE>>;
+}
+
+template <moq_dtype DT, moq_input_mode MODE>
+static const void *kernel_with(const moq_moe_decode_half *h, bool up) {
+#define BLOCKS(count)                                                                              \
+    if (h->split == count)                                                                         \
+        return split_k_kernel<DT, MODE, count>(h, up);
+    MOQ_MOE_FP8_DECODE_SPLIT_K(BLOCKS)
+#undef BLOCKS
+    if (up)
+        return h->slabs == 2 ? (const void *)moe_decode_up<fp8<2, DT, MODE>>
+                             : (const void *)moe_decode_up<fp8<1, DT, MODE>>;
+    return h->slabs == 2 ? (const void *)moe_decode_down<fp8<2, DT, MODE>>
+                         : (const void *)moe_decode_down<fp8<1, DT, MODE>>;
+}
+
+template <moq_dtype DT>
+static const void *kernel_of(const moq_moe_decode_half *h, moq_input_mode mode, bool up) {
+    return mode == MOQ_INPUT_E4M3_TENSOR  ? kernel_with<DT, MOQ_INPUT_E4M3_TENSOR>(h, up)
+           : mode == MOQ_INPUT_E4M3_TOKEN ? kernel_with<DT, MOQ_INPUT_E4M3_TOKEN>(h, up)
+                                          : kernel_with<DT, MOQ_INPUT_E4M3_GROUP>(h, up);
+}
+
+extern "C" moq_status moq_cuda_moe_fp8_decode(const moq_moe_call *call, moq_err *err) {
+    const moq_moe_spec *spec = call->spec;
+    moq_input_mode mode = spec->w13.input;
+    moq_moe_decode_share share;
+    moq_moe_decode_partition(spec, call->tokens, call->config, &share);
+    if (share.tiles.grid)
+        return launch_fused_fp8(call, &share.tiles, err);
+    up_args up = up_of(call, &share);
+    down_args down = down_of(call, &share);
+    MOQ_TRY(describe_fp8(call, &up.common, err));
+    MOQ_TRY(describe_fp8(call, &down.common, err));
+    bool half = spec->w13.dtype == MOQ_DT_F16;
+    const void *up_kernel = half ? kernel_of<MOQ_DT_F16>(&share.up, mode, true)
+                                 : kernel_of<MOQ_DT_BF16>(&share.up, mode, true);
+    const void *down_kernel = half ? kernel_of<MOQ_DT_F16>(&share.down, mode, false)
+                                   : kernel_of<MOQ_DT_BF16>(&share.down, mode, false);
+    return launch_all(call, &share, "FP8 experts", up_kernel, &up, down_kernel, &down, err);
+}
+
+extern "C" int64_t moq_cuda_moe_fp8_decode_workspace(const moq_moe_call *call) {
+    return moq_moe_decode_workspace(call->spec, call->tokens, call->config);
 }
 
 } // namespace moq::moe_decode

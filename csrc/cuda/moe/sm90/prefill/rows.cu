@@ -1,16 +1,18 @@
-/* Rows for the products of experts of many tokens: expert_rows.cu's ROWS_TENSOR, ROWS_TOKEN,
- * ROWS_GROUP and ROWS_VALUES, bit by bit, for many rows. A warp has a token of x, or a block where
- * that is long: it makes codes once for all of its slots, or once more where the scale of a slot's
- * expert is another one, and stores them in the rows of these slots; or a warp has a row of g, or
- * half a warp where that is enough. A slot may have a say in its codes by its weight or its
- * expert's pre_quant_scale: then a warp has its row. Values are stored as they are.
+/* Rows for the prefill products of experts on Hopper: ROWS_TENSOR, ROWS_TOKEN, ROWS_GROUP and
+ * ROWS_VALUES of expert_rows.cu, bit by bit, for many rows.
  *
- * Rows side by side are then copied by the copy engine; warps that gather them from codes of tokens
+ * A warp has a token of x, or a block has a long one: it makes codes once for all of its slots, or
+ * once more if the scale of a slot's expert differs, and stores them in the rows of these slots. A
+ * warp, or half of one, has a row of g. A slot's weight or its expert's pre_quant_scale may change
+ * its codes: then a warp has its row. Values are stored unchanged.
+ *
+ * Layouts: x [tokens, K] or g [rows, K] of 16 bits; codes [rows, K]; scales a row, or by groups
+ * [K / 128, scale_stride]. Sorted rows are then copied by TMA; warps that gathered codes of tokens
  * took more from the product than these rows take to be written (docs/lab/experts-prefill.md).
- * Bound by what is written: slots times columns. */
+ * Bound: writes, slots times columns. */
 #include "core/invariant.h"
 #include "cuda/device/ptx.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_rows.h"
+#include "cuda/moe/sm90/prefill/prefill.h"
 #include "cuda/runtime/launch.h"
 
 namespace moq::moe_prefill {

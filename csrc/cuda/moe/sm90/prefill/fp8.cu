@@ -1,27 +1,30 @@
-/* FP8 experts of many tokens on Hopper: products of rows of codes with the experts' W, e4m3 [E, N,
- * K] as prepared, in tiles of sm90_moe_prefill_tile.h, all but large ones without scales of groups
- * (sm90_moe_prefill_fp8_large.cu). The products are those of linears
+/* FP8 experts for prefill on Hopper: rows of codes by the experts' W, with per-tensor or per-token
+ * scales in small tiles, and with scales of 128 columns in all. fp8_large.cu has large tiles
+ * without such scales. Products are those of the linears
  * (cuda/linear/sm90/sm90_fp8_prefill_products.h): 128 columns at a time, added to float32 sums.
  *
- * A step is 128 columns, 32 KB of W and 16 KB of rows or less in the 128-byte swizzle, in a ring of
- * four or five. Where tiles are small W comes from memory but once, and that bounds it. A tile of
- * 256 by 128 takes 1024 cycles of products a step, in which L2 has to deliver 48 bytes a cycle and
- * multiprocessor: that bounds it, and what tiles leave empty.
+ * Layouts: W e4m3 [E, N, K] as prepared; rows e4m3 [rows, K], sorted by expert; g and d as in
+ * fp8_epilogue.h. Tile: 256 rows of W by up to 64 or 128 rows of tokens. A step is 128 columns, 32
+ * KB of W and 16 KB of rows or less in the 128-byte swizzle, in a pipeline of four or five stages.
+ *
+ * Bound: with small tiles W, which comes from memory but once. A tile of 256 by 128 takes 1024
+ * cycles of products a step, in which L2 has to deliver 48 bytes a cycle and multiprocessor: that
+ * bounds it, and what tiles leave empty.
  *
  * Linked products (expert_product.written): the second one does not wait for the end of the first.
  * Each tile of rows has a counter, at its first row, of the warps that have written their columns
  * of its g; the thread that copies rows waits for all of them (tell_written, await_rows).
  *
- * No block waits for one that cannot run. Blocks of the second kernel begin when all blocks of the
- * first have called launch_dependents or ended, so that all of these have begun. A block that has
- * begun has its place for good and waits for none but its own warps and copies: before the call its
- * consumers have waited for the kernel ahead. So each of them ends, no matter how many blocks of
- * the second kernel wait, and where; other streams' or processes' work delays it at most, as who is
- * set aside for it comes back. Kernels behind begin when the blocks of the second have. Where it is
- * not launched programmatically after all (ordinary edges of a graph, tools) the first kernel has
- * ended and every counter is full.
+ * No block waits for one that cannot run. Blocks of the second kernel start when all blocks of the
+ * first have called launch_dependents or ended, so all of these have started. A block that has
+ * started keeps its place and waits for none but its own warps and copies: before the call its
+ * consumers have waited for the kernel ahead. Each of them ends, no matter how many blocks of the
+ * second kernel wait. Work of other streams or processes delays it at most, as preempted blocks
+ * come back. Kernels behind start when the blocks of the second have. If it is not launched by PDL
+ * after all (ordinary edges of a graph, tools), the first kernel has ended and every counter is
+ * full.
  *
- * Counters are of one call: make_codes_of_token makes them 0, whatever a call that failed has left,
+ * Counters belong to one call: make_codes_of_token sets them to 0, whatever a failed call has left,
  * behind the grouping, which waits for the call before, and the first product waits for it. They
  * lie in the workspace, so that streams have their own. The second kernel ends after the first, so
  * that whoever waits for it waits for both; it writes d while the first may read rows of x, which
@@ -33,10 +36,10 @@
  * bring anything: they go to columns of products that are never written. */
 #include "cuda/choice/moe_prefill.h"
 #include "cuda/linear/sm90/sm90_fp8_prefill_products.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_copies.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_fp8_outputs.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_launch.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_rows.h"
+#include "cuda/moe/sm90/prefill/fp8_epilogue.h"
+#include "cuda/moe/sm90/prefill/fp8_mainloop.h"
+#include "cuda/moe/sm90/prefill/gemm.h"
+#include "cuda/moe/sm90/prefill/prefill.h"
 
 namespace moq::moe_prefill {
 

@@ -1,26 +1,28 @@
-/* Tiles of the grouped GEMMs of experts on Hopper, for many tokens: which a block makes, how
- * weights and rows come to it, and how sums leave.
+/* Tiles, arguments and launch of the grouped GEMMs of experts on Hopper for prefill.
  *
  * A tile is 256 rows of an expert's W by up to 64, 128 or 136 rows of its tokens, which are the
- * columns of the products: as many as there are, rounded up to one of a few widths, for each of
- * which there is code. Two warpgroups multiply, or four, which have 512 rows; each has two waves of
- * 64 rows. In the first product these are rows of gate and the rows of up beside them, so that a
- * thread has both sums of an output: what is written is g. A second product writes d, in float32 or
+ * columns of the products: as many as there are, rounded up to one of a few widths, each of which
+ * has its own code. Two warpgroups multiply, or four with 512 rows of W; each has two waves of 64
+ * rows. In the first product these are rows of gate and the rows of up beside them, so that a
+ * thread has both sums of an output and g is written. The second product writes d, float32 or
  * rounded.
  *
- * Where a shape says so, two blocks of a cluster have two tiles of the same expert and rows of W,
- * of which each copies half to both. Blocks take tiles in turn, all tiles of W for some rows after
- * the other, so that the rows come from L2 but once. How many tiles there are is known on the
- * device alone. */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_TILE_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_TILE_H
+ * Some shapes use clusters: two blocks have two tiles of one expert and the same rows of W, of
+ * which each copies half to both. Blocks take tiles in turn, all tiles of W for some rows one after
+ * the other, so that the rows come from L2 but once. The device alone knows how many tiles there
+ * are. */
+#ifndef MOQ_CUDA_MOE_SM90_PREFILL_GEMM_H
+#define MOQ_CUDA_MOE_SM90_PREFILL_GEMM_H
 
+#include "core/invariant.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
 #include "cuda/linear/sm90/sm90_gemm_outputs.h"
 #include "cuda/moe/expert_activation.h"
 #include "cuda/moe/group.h"
-#include "cuda/moe/sm90/sm90_moe_prefill.h"
+#include "cuda/moe/sm90/prefill/prefill.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/tensor_map.h"
 
 namespace moq::moe_prefill {
 
@@ -173,6 +175,95 @@ template <int COUNT, int ALL> static __device__ __forceinline__ void move_down(f
 #pragma unroll
     for (int i = 0; i + COUNT < ALL; i++)
         sum[i] = sum[i + COUNT];
+}
+
+static product_use use_of(const moe::expert_product *p) {
+    if (!p->first)
+        return OF_D;
+    return p->call->spec->gated ? OF_GATE_AND_UP : OF_ONE;
+}
+
+static gemm_args args_of(const moe::expert_product *p, int64_t steps, int64_t height,
+                         int warpgroups) {
+    const moq_moe_call *call = p->call;
+    const moq_linear_spec *spec = p->spec;
+    const moq_moe_weight *w = p->weight;
+    int64_t i = call->spec->w2.in_features;
+    int columns = warpgroups * WAVE_ROWS;
+    gemm_args a = {};
+    a.tiles = p->groups->tile;
+    a.count = p->groups->count;
+    a.steps = (int)steps;
+    a.n = (int)spec->out_features;
+    a.height = (int)height;
+    a.half = (int)i;
+    a.row_tiles = use_of(p) == OF_GATE_AND_UP ? (int)((i + columns - 1) / columns)
+                                              : (a.n + 2 * columns - 1) / (2 * columns);
+    a.act = moe::activation_of(call->spec);
+    if (p->first)
+        a.out = {p->out, (i + 15) / 16 * 16, spec->dtype, MOQ_DT_NONE, NULL};
+    else if (p->d_dtype == MOQ_DT_BF16)
+        a.out = {p->out, a.n, MOQ_DT_BF16, MOQ_DT_NONE, NULL};
+    else
+        a.d = (float *)p->out;
+    a.output_scale = w->output_scale;
+    a.bias = w->bias;
+    a.parts = spec->partition_count;
+    a.early = p->early;
+    a.acquired = p->groups->count + (p->first ? 2 : 3);
+    a.written = p->written;
+    a.linked = p->written && !p->first;
+    if (p->gathered) {
+        a.slot = p->groups->slot;
+        a.top_k = call->spec->top_k;
+        a.x = (const uint8_t *)p->rows->data;
+        a.x_stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
+        a.bytes = moe::row_bytes(p->rows->form, spec->dtype, spec->in_features);
+    }
+    return a;
+}
+
+/* Of FP8 products. */
+static gemm_args fp8_args_of(const moe::expert_product *p) {
+    int64_t steps = (p->spec->in_features + 127) / 128;
+    gemm_args a = args_of(p, steps, p->spec->out_features, 2);
+    if (p->first) {
+        bool by_expert = p->g->form == moe::ROWS_TENSOR;
+        a.form = g_format_of(p->call->spec);
+        a.codes = (uint8_t *)p->g->data;
+        a.code_stride = p->call->spec->w2.in_features;
+        a.g_scale = (float *)(by_expert ? p->call->w2.input_scale : p->g->scales);
+        a.g_scale_stride = p->g->scale_stride;
+    }
+    a.x_scale = p->rows->form == moe::ROWS_TENSOR ? NULL : (const float *)p->rows->scales;
+    a.x_scale_stride = p->rows->scale_stride;
+    a.input_scale = p->weight->input_scale;
+    a.block_scale = (const float *)p->weight->weight_scale;
+    a.block_step = moq_linear_block_rows(p->spec) * steps;
+    a.partitions = moq_partitions_of(p->spec);
+    return a;
+}
+
+/* `more` are two maps of kernels that take them behind their arguments. */
+static moq_status launch(const moe::expert_product *p, const void *kernel, gemm_args *a, int shared,
+                         CUtensorMap *weights, CUtensorMap *rows, int warpgroups, bool pair,
+                         moq_err *err, CUtensorMap *more = NULL) {
+    int64_t tiles = p->tiles * a->row_tiles, blocks = p->spec->target.sm_count;
+    if (pair) /* tiles come in twos */
+        blocks -= blocks % 2;
+    if (tiles > INT32_MAX)
+        return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
+                        (long long)p->most_rows);
+    moq_launch launch = {.what = "product of experts",
+                         .kernel = kernel,
+                         .grid = dim3((unsigned)(tiles < blocks ? tiles : blocks)),
+                         .block = dim3(128 * (unsigned)(warpgroups + 1)),
+                         .cluster = pair ? 2u : 0u,
+                         .shared = (size_t)shared,
+                         .stream = (cudaStream_t)p->call->stream,
+                         .pdl = true};
+    void *parameters[] = {weights, rows, a, more, more ? more + 1 : NULL};
+    return moq_cuda_launch(&launch, parameters, err);
 }
 
 } // namespace moq::moe_prefill

@@ -1,15 +1,18 @@
-/* Outputs of NVFP4 experts on Hopper for many tokens. What a warpgroup has of them turns around in
+/* Epilogue of the NVFP4 prefill kernels of experts on Hopper. Outputs of a warpgroup are staged in
  * shared memory: g, 32 or 64 columns of 16 bits of each row, is stored from there by its threads;
- * d, 64 columns of bfloat16 or, in layers of float16, float32, by the copy engine, which still
- * stores under the products of the next tile. Small tiles store d from registers. The code for g
- * goes round some rows at a time, so that it stays in the instructions' cache
- * (docs/lab/experts-prefill.md). */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_NVFP4_OUTPUTS_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_NVFP4_OUTPUTS_H
+ * d, 64 columns of bfloat16 or, in layers of float16, float32, by TMA under the products of the
+ * next tile. Small tiles store d from registers. The code for g loops over some rows at a time, so
+ * that it stays in the instruction cache (docs/lab/experts-prefill.md). */
+#ifndef MOQ_CUDA_MOE_SM90_PREFILL_NVFP4_EPILOGUE_H
+#define MOQ_CUDA_MOE_SM90_PREFILL_NVFP4_EPILOGUE_H
 
-#include "cuda/moe/sm90/sm90_moe_prefill_nvfp4_tile.h"
+#include "cuda/moe/sm90/prefill/gemm.h"
 
 namespace moq::moe_prefill {
+
+/* Bytes that warps of gate and of up hand each other of 16 rows, in a warpgroup. */
+#define HANDED   2048
+#define D_PIECES 3 /* of so many rows of d there is room for, in a warpgroup */
 
 /* The first column of the output of a wave of a warpgroup. */
 template <class S>

@@ -1,13 +1,21 @@
-/* NVFP4 weights for the kernels of experts with few tokens on Hopper: what a lane asks for, columns
- * of x, and the products of a stage (sm90_moe_decode_kernels.h, sm90_moe_decode_split_k.h). What
- * bounds them is in the head of sm90_moe_nvfp4_decode.cu. */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_NVFP4_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_NVFP4_H
-
+/* NVFP4 weights in the decode kernels of experts on Hopper, exact products: up_down.h, split_k.h
+ * and fused.h say what is computed and how.
+ *
+ * Layout: packed weights (core/nvfp4_packed.h), 0.5625 bytes each. In the general form a stage is
+ * four units, two blocks of K of two slabs or four of one, a bulk copy for each slab. With split-K
+ * a stage is a slab by a warp's K range, one copy, and two blocks of K are multiplied in turn. In
+ * the fused kernel a stage is a slab of the first product by all of K, one copy, or slabs of the
+ * second by a block of K, units that lie apart, a box. Eight warps of 128 registers: sixteen of 64
+ * had copies of half the size, and were slower at every number of tokens.
+ *
+ * Bound: memory and the decoder alike. A multiprocessor decodes a unit in 14 to 15 ns; the memory
+ * of an H200 brings one in 17 (docs/lab/nvfp4-decode.md). Measured: docs/lab/experts-decode.md. */
 #include "core/nvfp4_packed.h"
 #include "cuda/choice/moe_decode.h"
 #include "cuda/device/nvfp4_products.h"
-#include "cuda/moe/sm90/sm90_moe_decode_split_k.h"
+#include "cuda/moe/cuda_moe.h"
+#include "cuda/moe/sm90/decode/fused.h"
+#include "cuda/moe/sm90/decode/split_k.h"
 
 namespace moq::moe_decode {
 
@@ -232,6 +240,147 @@ static inline void describe_packed(stack *w) {
     w->expert_bytes = moq_pack_slabs(w->rows) * w->blocks * MOQ_PACK_BYTES;
 }
 
-} // namespace moq::moe_decode
+#define UNIT_WORDS (MOQ_PACK_BYTES / 8)
 
-#endif
+/* With slices of BLOCKS blocks of K in the first product. */
+template <int BLOCKS, moq_nvfp4_type TYPE> struct nvfp4_fused : nvfp4_split_k<1, BLOCKS, TYPE> {
+    typedef nvfp4_split_k<1, BLOCKS, TYPE> base;
+    static constexpr int stage_bytes = MOQ_MOE_NVFP4_FUSED_STAGE;
+    static_assert(FUSED_SPLITS * BLOCKS * MOQ_PACK_BYTES <= stage_bytes &&
+                      FUSED_SPLITS * STAGE_SLABS * MOQ_PACK_BYTES <= stage_bytes,
+                  "a stage has both");
+
+    typedef struct {
+        uint4 part[1][2];
+    } fused_columns;
+
+    /* A stage of the second product for moq_multiply_units. */
+    struct down_units {
+        static constexpr int blocks = 1, tiles = 1;
+        static constexpr moq_nvfp4_type type = TYPE;
+    };
+
+    static __device__ __forceinline__ void fill_up(const fused_args *a, int expert, int slab,
+                                                   uint32_t to, uint32_t bar) {
+        const stack *w = &a->common.w;
+        uint32_t bytes = (uint32_t)(w->blocks * MOQ_PACK_BYTES);
+        mbarrier_expect(bar, bytes);
+        copy_bytes_once(to, w->weight + expert * w->expert_bytes + (int64_t)slab * bytes, bytes,
+                        bar, policy_evict_first());
+    }
+
+    static __device__ __forceinline__ void fill_down(const fused_args *a, int expert, int slab,
+                                                     int column, uint32_t to, uint32_t bar) {
+        mbarrier_expect(bar, FUSED_SPLITS * STAGE_SLABS * MOQ_PACK_BYTES);
+        copy_box_2d(to, &a->down_map, column * UNIT_WORDS,
+                    expert * (int)moq_pack_slabs(a->down.rows) + slab, bar, policy_evict_first());
+    }
+
+    static __device__ __forceinline__ void
+    multiply_up(const fused_share *s, const typename base::places &at, const split_stage *stage,
+                const typename base::split_columns &x, float (&sum)[4]) {
+        multiply_units<TYPE, BLOCKS>(at, stage->at + (uint32_t)(s->k.begin * MOQ_PACK_BYTES),
+                                     x.part, sum);
+    }
+
+    static __device__ __forceinline__ void load_g(const warp_parts *p, uint32_t g,
+                                                  fused_columns *x) {
+        uint32_t from = g + (uint32_t)(p->lane / 4 * G_PITCH + p->lane % 4 * 32);
+        x->part[0][0] = load_shared(from);
+        x->part[0][1] = load_shared(from + 16);
+    }
+
+    static __device__ __forceinline__ void multiply_down(const fused_share *s,
+                                                         const typename base::places &at,
+                                                         const split_stage *stage,
+                                                         const fused_columns &x, float (*sum)[4]) {
+        uint32_t unit = stage->at + (uint32_t)(s->k.part * STAGE_SLABS * MOQ_PACK_BYTES);
+#pragma unroll
+        for (int i = 0; i < STAGE_SLABS; i += 2) {
+            float two[2][1][4];
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                two[j / 4][0][j % 4] = sum[i + j / 4][j % 4];
+            moq_multiply_units<down_units, 2>(at, unit + i * MOQ_PACK_BYTES, x.part, two);
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                sum[i + j / 4][j % 4] = two[j / 4][0][j % 4];
+        }
+    }
+};
+
+/* Kernels by what a slice has, which is MOQ_MOE_NVFP4_FUSED_SPLIT_K of moe_decode.h. */
+template <moq_nvfp4_type TYPE, bool ALONE> static const void *fused_kernel(int split) {
+#define BLOCKS(count)                                                                              \
+    if (split == count)                                                                            \
+        return (const void *)moe_decode_fused<nvfp4_fused<count, TYPE>, ALONE>;
+    MOQ_MOE_NVFP4_FUSED_SPLIT_K(BLOCKS)
+#undef BLOCKS
+    return NULL;
+}
+
+template <moq_nvfp4_type TYPE> static const void *fused_kernel_of(const moq_moe_fused *share) {
+    return share->alone ? fused_kernel<TYPE, true>(share->split)
+                        : fused_kernel<TYPE, false>(share->split);
+}
+
+static moq_status launch_fused_nvfp4(const moq_moe_call *call, const moq_moe_fused *share,
+                                     moq_err *err) {
+    const moq_moe_spec *spec = call->spec;
+    fused_args a = fused_tiles_of(call, share);
+    describe_packed(&a.common.w);
+    describe_packed(&a.down);
+    int64_t slabs = spec->experts * moq_pack_slabs(a.down.rows);
+    MOQ_TRY(moq_tensor_map_words(&a.down_map, a.down.weight, slabs, a.down.blocks * UNIT_WORDS,
+                                 FUSED_SPLITS * STAGE_SLABS, UNIT_WORDS, err));
+    bool half = spec->w13.dtype == MOQ_DT_F16;
+    const void *kernel =
+        half ? fused_kernel_of<MOQ_NVFP4_F16>(share) : fused_kernel_of<MOQ_NVFP4_BF16>(share);
+    return launch_fused(call, share, "NVFP4 experts", kernel, &a, MOQ_NVFP4_FACTOR, err);
+}
+
+/* Kernels by what a slice has, which is MOQ_MOE_NVFP4_DECODE_SPLIT_K of moe_decode.h. */
+template <moq_nvfp4_type TYPE, int BLOCKS>
+static const void *split_k_kernel(const moq_moe_decode_half *h, bool up) {
+    if (!up)
+        return (const void *)moe_decode_down_split_k<nvfp4_split_k<2, BLOCKS, TYPE>>;
+    return h->slabs == 2 ? (const void *)moe_decode_up_split_k<nvfp4_split_k<2, BLOCKS, TYPE>>
+                         : (const void *)moe_decode_up_split_k<nvfp4_split_k<1, BLOCKS, TYPE>>;
+}
+
+template <moq_nvfp4_type TYPE> static const void *kernel_of(const moq_moe_decode_half *h, bool up) {
+#define BLOCKS(count)                                                                              \
+    if (h->split == count)                                                                         \
+        return split_k_kernel<TYPE, count>(h, up);
+    MOQ_MOE_NVFP4_DECODE_SPLIT_K(BLOCKS)
+#undef BLOCKS
+    if (up)
+        return h->slabs == 2 ? (const void *)moe_decode_up<nvfp4<2, TYPE>>
+                             : (const void *)moe_decode_up<nvfp4<1, TYPE>>;
+    return h->slabs == 2 ? (const void *)moe_decode_down<nvfp4<2, TYPE>>
+                         : (const void *)moe_decode_down<nvfp4<1, TYPE>>;
+}
+
+extern "C" moq_status moq_cuda_moe_nvfp4_decode(const moq_moe_call *call, moq_err *err) {
+    const moq_moe_spec *spec = call->spec;
+    bool half = spec->w13.dtype == MOQ_DT_F16;
+    moq_moe_decode_share share;
+    moq_moe_decode_partition(spec, call->tokens, call->config, &share);
+    if (share.tiles.grid)
+        return launch_fused_nvfp4(call, &share.tiles, err);
+    up_args up = up_of(call, &share);
+    down_args down = down_of(call, &share);
+    describe_packed(&up.common.w);
+    describe_packed(&down.common.w);
+    const void *up_kernel = half ? kernel_of<MOQ_NVFP4_F16>(&share.up, true)
+                                 : kernel_of<MOQ_NVFP4_BF16>(&share.up, true);
+    const void *down_kernel = half ? kernel_of<MOQ_NVFP4_F16>(&share.down, false)
+                                   : kernel_of<MOQ_NVFP4_BF16>(&share.down, false);
+    return launch_all(call, &share, "NVFP4 experts", up_kernel, &up, down_kernel, &down, err);
+}
+
+extern "C" int64_t moq_cuda_moe_nvfp4_decode_workspace(const moq_moe_call *call) {
+    return moq_moe_decode_workspace(call->spec, call->tokens, call->config);
+}
+
+} // namespace moq::moe_decode

@@ -1,19 +1,19 @@
-/* FP8 experts of many tokens on Hopper in large tiles: 256 rows of an expert's W by up to 136 rows
- * of its tokens, where neither have scales of groups. Codes and sums are those of the small tiles
- * (sm90_moe_prefill_fp8.cu).
+/* FP8 experts for prefill on Hopper in large tiles, if neither W nor rows have scales of 128
+ * columns. Layouts, codes and sums are those of the small tiles (fp8.cu).
  *
- * Two blocks of a cluster have two tiles of the same rows of W, of which each copies half to both.
- * A warpgroup has a ring of its own for its 128 rows of W, and both share one for the tokens: so
- * one can be LAG steps ahead, and its outputs leave while the other multiplies, and the other's
- * while it does. Who is ahead stays ahead, as both do the same; the second begins that much later.
+ * Tile: 256 rows of an expert's W by up to 136 rows of its tokens. Two blocks of a cluster have two
+ * tiles of the same rows of W, of which each copies half to both. A warpgroup has a pipeline of its
+ * own for its 128 rows of W, and both share one for the tokens: one warpgroup can be LAG steps
+ * ahead, so that its epilogue runs while the other multiplies and the other way about. The first
+ * stays ahead, as both do the same; the second starts that much later.
  *
- * A step of 136 tokens takes the tensor cores 1088 cycles, and L2 has to deliver 33 kB, 23 bytes a
- * cycle of which it delivers to all multiprocessors at once: that bounds it. */
+ * Bound: a step of 136 tokens takes the tensor cores 1088 cycles, and L2 has to deliver 33 kB, 23
+ * bytes a cycle and multiprocessor, which is what it delivers to all of them at once. */
 #include "core/invariant.h"
 #include "cuda/device/wgmma.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_copies.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_fp8_outputs.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_launch.h"
+#include "cuda/moe/sm90/prefill/fp8_epilogue.h"
+#include "cuda/moe/sm90/prefill/fp8_mainloop.h"
+#include "cuda/moe/sm90/prefill/gemm.h"
 
 namespace moq::moe_prefill {
 

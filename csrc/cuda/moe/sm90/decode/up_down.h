@@ -1,34 +1,34 @@
-/* The two kernels for experts with few tokens on Hopper, whatever the format of weights, in the
- * form that takes every K; sm90_moe_decode_split_k.h has the other one. For each slot s of a token
- * t, e its expert:
+/* Decode kernels of experts on Hopper, general form: one kernel for W13 and one for W2, any K, any
+ * weight format. split_k.h has the form with split-K fixed at compile time, fused.h the form with
+ * both products in one kernel. For each slot s of a token t, e its expert:
  *
  *   up    g[s] = rounded(act(W13[e] x[t] + b13[e]))
  *   down  y[t] = rounded(out[t] + sum_s w[s] (W2[e] g[s] + b2[e]))
  *
- * x, g and y are bfloat16 or float16. What bounds both is the weights of the experts that have a
- * slot, each read once for up to 8 slots. At one token it is the start of a kernel, the way from
- * the router's ids to the first weight, and the way from one kernel to the next. So:
+ * Layouts: x [tokens, H], g [slots, I] and y [tokens, H], bfloat16 or float16; W13 and W2 as a
+ * format F has them, in slabs of 16 rows by blocks of K. Tile: 1 or 2 slabs by up to 8 slots of an
+ * expert, eight warps, two blocks a multiprocessor.
  *
- * - Every block finds the experts and their slots by itself from the ids (sm90_moe_decode.h): there
- * is no kernel that groups, and no number of chunks that the host would have to know.
- * - Gate and up rows of the same numbers are multiplied by the same warp, so that a lane has both
- *   sums of an output and activates it at once. In the second kernel a block, or a cluster of them,
- *   has some slabs of all experts: what becomes of the slots of a token meets in shared memory and
- *   is added in the order of slots. No sum depends on timing.
- * - A warp has a ring of stages that it fills itself with bulk copies, and waits for nothing else;
- *   x, or g, comes from the caches into registers, a stage ahead.
- * - A block takes half of a multiprocessor. The second kernel starts when the first has waited for
- *   the ids (programmatic launch), so that it may read them: it fills its rings with weights while
- *   the first still works, and waits only before it reads g.
+ * Bound: reading the weights of experts that have a slot, once for up to 8 slots. At one token the
+ * bound is latency: kernel start, from ids to the first weight, from one kernel to the next. So:
  *
- * A format F has the weights: slabs of 16 rows by blocks of K, what a stage has of them, what a
- * lane has of x in a stage, and the products. sm90_moe_nvfp4_decode.cu and sm90_moe_fp8_decode.cu
- * have one each. */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_KERNELS_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_KERNELS_H
+ * - Every block finds experts and slots from the ids (scheduler.h). No kernel groups them, and the
+ *   host needs no number of chunks.
+ * - One warp multiplies gate and up rows of the same numbers, so a lane has both sums of an output
+ *   and activates it at once. In `down` a block or a cluster has some slabs of all experts; the
+ *   slots of a token meet in shared memory and are added in their order. No sum depends on timing.
+ * - A warp fills its own pipeline with bulk copies and waits for nothing else. x or g comes from
+ * the caches into registers, a stage ahead.
+ * - `down` starts by PDL when `up` has waited for the ids. It fills its pipelines with weights
+ * while `up` still works, and waits only before it reads g.
+ *
+ * A format F defines the weights of a stage, a lane's columns of x in a stage, and the products:
+ * fp8.cu and nvfp4.cu have one each. */
+#ifndef MOQ_CUDA_MOE_SM90_DECODE_UP_DOWN_H
+#define MOQ_CUDA_MOE_SM90_DECODE_UP_DOWN_H
 
 #include "cuda/moe/expert_activation.h"
-#include "cuda/moe/sm90/sm90_moe_decode.h"
+#include "cuda/moe/sm90/decode/scheduler.h"
 #include "cuda/runtime/launch.h"
 
 namespace moq::moe_decode {

@@ -1,18 +1,19 @@
-/* How weights and rows of FP8 experts come to the tiles of sm90_moe_prefill_tile.h: a ring in
- * shared memory, which two threads fill by the copy engine.
+/* Producers of the FP8 prefill kernels of experts on Hopper: two threads fill a pipeline of steps
+ * with weights and rows by TMA.
  *
- * The one that copies W claims tiles for its block, each as late as the answer comes in time, and
- * tells the others: the memory serves blocks unequally, and whoever is served well has more of
- * them. Neighbouring tiles of rows, which may be of one expert, have each tile of W one after the
- * other: so it comes from memory once for them, and L2 may give it up before all else, without
- * which memory is slower by a tenth (docs/lab/experts-prefill.md).
+ * The thread that copies W is the dynamic tile scheduler of its block. It acquires each tile as
+ * late as the answer comes in time and publishes it to the others: memory serves blocks unequally,
+ * and a block that is served well makes more tiles. Neighbouring tiles of rows, often of one
+ * expert, have each tile of W one after the other. W comes from memory once for them, and L2 may
+ * evict it first; without that memory is slower by a tenth (docs/lab/experts-prefill.md).
  *
- * Of each 16 rows of W the even ones come before the odd ones (moq_tensor_map_pairs), so that the
- * two rows of a product that a thread has, eight apart, are neighbouring columns of the output. */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_COPIES_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_COPIES_H
+ * Layout: in each 16 rows of W the even ones come before the odd ones (moq_tensor_map_pairs), so
+ * that the two rows of a product that a thread has, eight apart, are neighbouring columns of the
+ * output. */
+#ifndef MOQ_CUDA_MOE_SM90_PREFILL_FP8_MAINLOOP_H
+#define MOQ_CUDA_MOE_SM90_PREFILL_FP8_MAINLOOP_H
 
-#include "cuda/moe/sm90/sm90_moe_prefill_tile.h"
+#include "cuda/moe/sm90/prefill/gemm.h"
 
 namespace moq::moe_prefill {
 

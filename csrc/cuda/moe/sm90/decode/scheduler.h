@@ -1,13 +1,12 @@
-/* Parts of the kernels for experts with few tokens on Hopper (sm90_moe_nvfp4_decode.cu, whose head
- * says how they work together): which expert a slot has, slots in chunks of one expert, and who of
- * the warps does which part of them.
+/* Routing and scheduling inside the decode kernels of experts on Hopper: the expert of each slot,
+ * chunks of slots, and the share of each warp.
  *
- * A chunk is up to 8 slots of one expert, the columns of a product. An item is a chunk by some rows
- * of its expert's weight; warps share out the blocks of K of all items of a block as one sequence,
- * as evenly as can be, so that an item may be spread over warps that follow each other. The warp
- * that has its first part adds up the rest, which the others leave in shared memory. */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_H
+ * A chunk is up to 8 slots of one expert, the columns of an mma. An item is a chunk by some rows of
+ * its expert's weight. The blocks of K of all items of a block form one sequence that warps share
+ * evenly, so that an item may be split over consecutive warps. The warp with its first blocks of K
+ * adds the partial sums that the others stage in shared memory. */
+#ifndef MOQ_CUDA_MOE_SM90_DECODE_SCHEDULER_H
+#define MOQ_CUDA_MOE_SM90_DECODE_SCHEDULER_H
 
 #include "cuda/choice/moe_decode.h"
 #include "cuda/device/load.h"

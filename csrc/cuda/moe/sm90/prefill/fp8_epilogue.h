@@ -1,17 +1,16 @@
-/* Outputs of the tiles of FP8 experts on Hopper for many tokens: g in the layer's dtype or as the
- * e4m3 codes that w2 takes, d rounded to bfloat16 or in float32.
+/* Epilogue of the FP8 prefill kernels of experts on Hopper: g in the layer's dtype or as the e4m3
+ * codes that W2 takes, d rounded to bfloat16 or in float32.
  *
- * A thread has two neighbouring columns of each 16 that its warp has (sm90_moe_prefill_copies.h),
- * of two neighbouring tokens of each eight. What leaves passes through shared memory, a token's 64
- * columns of a warpgroup in 64 or 128 bytes, and goes from there in whole sectors. Nothing is
- * multiplied meanwhile, so that it is instructions that count: of g some 14 for an output, besides
- * two of the unit for exponentials and reciprocals, and it is these that bound it. The code goes
- * round, half of a tile's tokens at a time, so that it stays in the instructions' cache
- * (docs/lab/experts-prefill.md). */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_FP8_OUTPUTS_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_FP8_OUTPUTS_H
+ * A thread has two neighbouring columns of each 16 of its warp (fp8_mainloop.h), of two
+ * neighbouring tokens of each eight. Outputs are staged in shared memory, a token's 64 columns of a
+ * warpgroup in 64 or 128 bytes, and leave in whole sectors. Bound: instructions, as nothing is
+ * multiplied meanwhile. An output of g takes some 14, and two of the unit for exponentials and
+ * reciprocals. The code loops over half of a tile's tokens, so that it stays in the instruction
+ * cache (docs/lab/experts-prefill.md). */
+#ifndef MOQ_CUDA_MOE_SM90_PREFILL_FP8_EPILOGUE_H
+#define MOQ_CUDA_MOE_SM90_PREFILL_FP8_EPILOGUE_H
 
-#include "cuda/moe/sm90/sm90_moe_prefill_tile.h"
+#include "cuda/moe/sm90/prefill/gemm.h"
 
 namespace moq::moe_prefill {
 

@@ -1,30 +1,29 @@
-/* The kernels for experts with few tokens on Hopper where warps have slices of K that are known
- * when the kernel is compiled (sm90_moe_decode_kernels.h says what is computed).
+/* Decode kernels of experts on Hopper with split-K fixed at compile time (up_down.h has formulas
+ * and layouts). Tile: 1 or 2 slabs of 16 rows by up to 8 slots; eight warps are one, two or four
+ * groups that split K.
  *
- * From two tokens on they read weights at three quarters to nine tenths of the memory's speed;
- * what else there is is the way from the ids to the first products, and from one kernel to the next
+ * Bound: from two tokens on, weights are read at three quarters to nine tenths of the memory's
+ * speed. The rest is latency from the ids to the first products and from kernel to kernel
  * (docs/lab/experts-decode.md). So:
  *
- * - A slice has BLOCKS blocks of K, and its products no branch. Where K is no multiple of the
- *   slices the last ones overlap, with zeros of x. A stage is a slab by a slice or a part of it.
- * - What a stage is filled with is found by lanes for 32 stages at once, each lane one of them,
- *   which then asks for it: filling a ring is a few instructions a stage.
- * - Copies that are on their way together arrive together, the first as late as the last. So a
- *   fresh ring is not asked for at once, but `flight` stages, and another whenever one has come.
- * - In the first kernel WARPS, or half of them, or a quarter, share K: a group. What a warp has of
- *   x, the slots of a chunk by its slice, stays in registers for all items of the chunk. A group's
- *   sums of an item meet in shared memory, where each of its warps adds up some slots while the
- *   next item is multiplied, in the order of the slices.
- * - Up to 32 slots every warp groups them for itself, and none waits for another.
+ * - A warp's K range has BLOCKS blocks and its products no branch. If K is no multiple of the
+ *   ranges, the last ones overlap, with zeros of x. A stage is a slab by a range or by a part of
+ * it.
+ * - Lanes find what stages are filled with, 32 stages at once, one a lane. The lane then issues its
+ *   copy: filling the pipeline takes a few instructions a stage.
+ * - Copies that are in flight together arrive together, the first as late as the last. So a fresh
+ *   pipeline starts with `flight` stages, and issues another one whenever one has come.
+ * - The x of a warp, slots of a chunk by its K range, stays in registers for all items of a chunk.
+ *   Partial sums of an item meet in shared memory, where each warp of the group adds some slots
+ *   while the next item is multiplied, in the order of the K ranges.
+ * - Up to 32 slots, every warp groups them for itself and none waits for another.
  *
- * The second kernel is as the first: items of two slabs leave d, float32 [slots, H], and a third
- * kernel adds up the slots of a token, so that g is read once a block, not once a slab.
- *
- * A format F has what a lane asks for, columns of x, and the products of a stage. */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_SPLIT_K_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_SPLIT_K_H
+ * `down` works like `up`: items of two slabs leave d, float32 [slots, H], and a third kernel adds
+ * the slots of a token, so that g is read once a block, not once a slab. */
+#ifndef MOQ_CUDA_MOE_SM90_DECODE_SPLIT_K_H
+#define MOQ_CUDA_MOE_SM90_DECODE_SPLIT_K_H
 
-#include "cuda/moe/sm90/sm90_moe_decode_kernels.h"
+#include "cuda/moe/sm90/decode/up_down.h"
 
 namespace moq::moe_decode {
 
