@@ -10,10 +10,10 @@ namespace moq::moe {
 
 /* ---- the weight of an expert ---- */
 
-/* Where the stacks are, and bytes or values from one expert to the next. */
+/* The stacks of a weight, and steps in bytes or values from one expert to the next. */
 typedef struct {
     const uint8_t *weight, *weight_scale;
-    const float *output_scale, *fold_scale, *input_scale, *bias; /* or NULL */
+    const float *output_scale, *fold_scale, *input_scale, *bias; /* each may be NULL */
     int64_t weight_step, scale_step, n;
     int parts;
 } expert_stack;
@@ -49,14 +49,14 @@ static __device__ __forceinline__ const float *row_of(const float *values, int64
     return values ? values + at : values;
 }
 
-/* The output of an expert, with its bias. */
+/* Returns the output of an expert, with its bias. */
 static __device__ __forceinline__ moq_output output_of(const expert_stack *s, float *out,
                                                        int expert) {
     return {out, s->n, MOQ_DT_F32, MOQ_DT_F32, row_of(s->bias, expert * s->n)};
 }
 
-/* The tile of rows of a block, and which tile of W is its: those of W follow each other, so that
- * blocks of one time read the same rows. */
+/* A block's tile of rows and number of the tile of W. Tiles of W alternate fastest, so that
+ * concurrent blocks read the same rows. */
 typedef struct {
     row_tile rows;
     int64_t weight;
@@ -67,7 +67,7 @@ static __device__ __forceinline__ product_place place_of_product(const row_tile 
     return {tiles[blockIdx.x / weight_tiles], blockIdx.x % weight_tiles};
 }
 
-/* Launches a kernel of so many tiles of W and threads with `args`. */
+/* Launches a kernel with `weight_tiles` tiles of W, `threads` threads and `args`. */
 static inline moq_status launch_product(const expert_product *p, const void *kernel,
                                         int64_t weight_tiles, int threads, int shared, void *args,
                                         moq_err *err) {

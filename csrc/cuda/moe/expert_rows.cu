@@ -1,14 +1,15 @@
-/* What experts do to rows beside multiplying them (core/moe.h has the formulas):
+/* Rows for the two products of experts (core/moe.h has the formulas):
  *
  *   h[r] = rounded(x[t] * w), rounded(... * pre_quant_scale[e]), quantized    for W13
  *   g[r] = rounded(act(u[r])), rounded(... * pre_quant_scale[e]), quantized   for W2
  *
- * and where x is codes already, h[r] = x[t] with its scales, as they are.
+ * If x is codes already, h[r] = x[t] with its scales, unchanged.
  *
- * A block has one row, a thread 16 neighbouring columns of it at a time. Scales of a whole row take
- * a pass before the one that writes; a thread keeps its first values for it, and makes those of
- * longer rows anew. The arithmetic of quantization is that of cpu/cpu_quantize.h, bit by bit.
- * Bound by memory: u is float32. */
+ * Layouts: x [tokens, H] of any dtype or codes, u float32 [rows, P * I], rows in a row_format
+ * (expert_rows.h), sorted by expert. A block has one row, a thread 16 neighbouring columns of it at
+ * a time. Scales of a whole row take a pass before the one that writes; a thread keeps its first
+ * values for it, and makes those of longer rows anew. The arithmetic of quantization is that of
+ * cpu/cpu_quantize.h, bit by bit. Bound: memory, as u is float32. */
 #include "cuda/device/ptx.h"
 #include "cuda/device/round.h"
 #include "cuda/moe/expert_activation.h"
@@ -21,12 +22,12 @@ namespace moq::moe {
 #define SPAN    (16 * THREADS) /* columns that a block has at a time */
 
 typedef struct {
-    moq_rows from; /* x, or u */
+    moq_rows from; /* rows of x, or of u */
     activation act;
     bool gated;
     bool aligned; /* rows of u, and their halves, begin at multiples of 16 bytes */
     moq_dtype dtype;
-    int64_t k, first; /* columns, and the token of slot 0 */
+    int64_t k, first; /* columns; first is the token of slot 0 */
     int64_t scale_stride;
     int32_t top_k;
     bool by_row; /* rows are read in their order, not gathered from x */
@@ -66,7 +67,7 @@ static __device__ __forceinline__ void round_values(moq_dtype dtype, float (&val
     }
 }
 
-/* Columns of u, which may begin anywhere. */
+/* Loads columns of u, whose rows may begin anywhere. */
 static __device__ __forceinline__ void load_u(const row_args *a, const moq_rows *u, int64_t row,
                                               int64_t column, float (&value)[16]) {
     if (a->aligned) {
@@ -88,7 +89,7 @@ static __device__ __forceinline__ void load_activated(const row_args *a, int64_t
     if (a->gated)
         load_u(a, &half, row, column, up);
 #pragma unroll
-    for (int i = 0; i < 16; i++) /* no column of g beyond the ends is anything but 0 */
+    for (int i = 0; i < 16; i++) /* columns of g beyond the end are 0 */
         value[i] = column + i < a->k ? activate(&a->act, value[i], a->gated ? up[i] : 1.0f) : 0.0f;
     round_values(a->dtype, value);
 }
@@ -97,7 +98,7 @@ static __device__ __forceinline__ void load_activated(const row_args *a, int64_t
 typedef struct {
     int row, expert;
     int64_t from; /* row of x, or of u */
-    float weight; /* of the router, 1 where it is not on the input */
+    float weight; /* router weight, or 1 if it is not on the input */
 } row_place;
 
 template <bool OF_U>
@@ -136,8 +137,8 @@ static __device__ __forceinline__ row_place place_of(const row_args *a, int row)
 
 /* ---- rows ---- */
 
-/* The largest magnitude of the block's row, in all threads; the first KEPT times 16 values of a
- * thread are kept. */
+/* Returns the largest magnitude of the block's row in all threads, and keeps a thread's first KEPT
+ * times 16 values. */
 template <bool OF_U, int KEPT>
 static __device__ __forceinline__ float find_amax(const row_args *a, const row_place *p,
                                                   float (&kept)[KEPT][16]) {
@@ -186,7 +187,7 @@ static __device__ __forceinline__ void store_values(const row_args *a, moq_dtype
     to[1] = make_uint4(word[4], word[5], word[6], word[7]);
 }
 
-/* What the codes of a thread's columns mean. */
+/* Stores the values of a thread's codes as float16. */
 template <row_format FORM>
 static __device__ __forceinline__ void store_halves(const row_args *a, int row, int64_t column,
                                                     float scale, float (&value)[16]) {
@@ -200,7 +201,7 @@ static __device__ __forceinline__ void store_halves(const row_args *a, int row, 
     store_values(a, MOQ_DT_F16, row, column, value);
 }
 
-/* Codes of a thread's columns; the eight lanes of a group come together. */
+/* Stores codes of a thread's columns; the eight lanes of a group call together. */
 template <row_format FORM>
 static __device__ __forceinline__ void store_codes(const row_args *a, const row_place *p,
                                                    int64_t column, float scale,
@@ -220,7 +221,7 @@ static __device__ __forceinline__ void store_codes(const row_args *a, const row_
         *(uint4 *)((uint8_t *)a->out + p->row * a->stride + column) = codes;
 }
 
-/* Values of a thread as a product takes them; lanes come together. */
+/* Stores a thread's values in the format of the product; lanes call together. */
 template <row_format FORM>
 static __device__ __forceinline__ void store_row(const row_args *a, const row_place *p,
                                                  int64_t column, float scale, float (&value)[16]) {
@@ -234,7 +235,7 @@ static __device__ __forceinline__ void store_row(const row_args *a, const row_pl
         store_values(a, a->dtype, p->row, column, value);
 }
 
-/* KEPT is 0 where rows have no scales of their own. */
+/* Makes rows of x or u. KEPT is 0 if rows have no scales of their own. */
 template <bool OF_U, row_format FORM, int KEPT>
 static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constant__ row_args a) {
     launch_dependents();
@@ -258,7 +259,7 @@ static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constan
         for (int i = 0; i < KEPT; i++, base += SPAN)
             store_row<FORM>(&a, &p, base + column, scale, kept[i]);
     }
-    for (; base < a.k; base += SPAN) { /* lanes stay together */
+    for (; base < a.k; base += SPAN) { /* lanes of a warp loop together */
         float value[16] = {};
         if (base + column < a.k)
             make_values<OF_U>(&a, &p, base + column, value);
@@ -270,10 +271,10 @@ static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constan
 
 typedef struct {
     const uint8_t *codes;
-    int64_t next, bytes; /* from row to row, and of one */
-    const void *x_scale; /* or NULL */
+    int64_t next, bytes; /* bytes from row to row, and of a row */
+    const void *x_scale; /* may be NULL */
     slot_tensor scale_at;
-    int x_scales; /* beside a row */
+    int x_scales; /* scales of a row */
     int64_t first;
     int32_t top_k;
     slot_groups groups;
@@ -297,13 +298,13 @@ static __device__ __forceinline__ void copy_code_row(const code_args *a, int64_t
     }
 }
 
-/* Two e4m3 codes as float16, NaN too. */
+/* Converts two e4m3 codes to float16, NaN too. */
 static __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t codes) {
     __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)codes, __NV_E4M3);
     return (uint32_t)pair.x | (uint32_t)pair.y << 16;
 }
 
-/* Two e2m1 codes of a byte times their block scale, which float16 holds. */
+/* Converts the two e2m1 codes of a byte, times their block scale, to float16, which holds them. */
 static __device__ __forceinline__ uint32_t halves_of_e2m1(uint32_t byte, float block) {
     uint32_t bits = (byte & 0x07u) << 9 | (byte & 0x08u) << 12 | (byte & 0x70u) << 21 |
                     (byte & 0x80u) << 24; /* as float16, times 2^-14 */
@@ -312,8 +313,8 @@ static __device__ __forceinline__ uint32_t halves_of_e2m1(uint32_t byte, float b
     return moq_narrow_pair(MOQ_DT_F16, __fmul_rn(pair.x, block), __fmul_rn(pair.y, block));
 }
 
-/* The row as halves of what its codes mean, without its scale. Columns are a multiple of 16, as
- * those of NVFP4 weights are. */
+/* Copies a row as the float16 values of its codes, without its scale. Columns are a multiple of 16,
+ * as in NVFP4 weights. */
 template <row_format FORM>
 static __device__ __forceinline__ void copy_halves(const code_args *a, int64_t token, int row) {
     const uint8_t *from = a->codes + token * a->next;
@@ -351,7 +352,7 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(const __grid_consta
         int64_t at = slot_offset(&a.scale_at, token, i);
         if (FORM == ROWS_NVFP4)
             ((uint8_t *)a.scales)[(int64_t)row * a.x_scales + i] = ((const uint8_t *)a.x_scale)[at];
-        else /* of a token there is one, at i = 0 */
+        else /* a token scale is the only one, at i = 0 */
             ((float *)a.scales)[i * a.scale_stride + row] = ((const float *)a.x_scale)[at];
     }
 }
@@ -373,8 +374,8 @@ int64_t scale_bytes(row_format form, int64_t rows, int64_t columns) {
     return has_row_scales(form) ? rows * (int64_t)sizeof(float) : 0;
 }
 
-/* Rows with scales of their own keep a span of columns; longer ones of x four, where these are all.
- * What makes values of u is too much code to be there five times. */
+/* Returns the kernel for rows with scales of their own. It keeps a span of columns, or of x four
+ * spans if these are the whole row. The code for u is too large for a second instance. */
 template <bool OF_U, row_format FORM> static const void *kernel_keeping(int64_t columns) {
     if constexpr (!OF_U) {
         if (columns > SPAN && columns <= 4 * SPAN)
@@ -416,7 +417,7 @@ static moq_status launch(const char *what, const void *kernel, dim3 grid, int th
     return moq_cuda_launch(&launch, parameters, err);
 }
 
-/* What both kinds of rows have in common. */
+/* Fills the arguments that rows of x, u and g share. */
 static row_args args_of(const slot_chunk *chunk, const slot_groups *groups,
                         const moq_linear_spec *spec, const moq_moe_weight *weight,
                         const expert_rows *rows) {
@@ -437,7 +438,7 @@ static row_args args_of(const slot_chunk *chunk, const slot_groups *groups,
     return a;
 }
 
-/* A scale of a row is copied as those of groups of columns are. */
+/* Returns the kernel that copies codes; a scale of a row is copied like scales of groups. */
 static const void *code_kernel_for(row_format form) {
     switch (form) {
     case ROWS_NVFP4:

@@ -1,4 +1,5 @@
-/* Products of experts of FP8 weights with rows of codes: tiles of cuda/linear/mma_fp8_tile.h. */
+/* FP8 experts on any chip with mma.sync: rows of codes by the tiles of cuda/linear/mma_fp8_tile.h,
+ * which has layouts and bounds. */
 #include "cuda/choice/choice_moe.h"
 #include "cuda/linear/mma_fp8_tile.h"
 #include "cuda/moe/expert_product.h"
@@ -9,7 +10,7 @@ using namespace mma_fp8;
 
 typedef struct {
     fp8_args tile;
-    const float *x_scale; /* of rows, or NULL: the input scale of the expert */
+    const float *x_scale; /* scales of rows; NULL: the input scale of the expert */
     expert_stack stack;
     const row_tile *tiles;
     int64_t weight_tiles;
@@ -51,7 +52,7 @@ typedef struct {
         }                                                                                          \
     }
 
-/* As those of the linear, and one between: an expert has 16 to 32 rows more often than a call. */
+/* Tiles of the linear, and one between: an expert has 16 to 32 rows more often than a call. */
 static const shape SHAPES[] = {SHAPE(16, 32, 1, 1, 4, 8), SHAPE(32, 64, 1, 2, 4, 5),
                                SHAPE(64, 64, 2, 2, 2, 4), SHAPE(128, 128, 2, 4, 1, 3)};
 

@@ -1,8 +1,9 @@
-/* Products of experts of packed NVFP4 weights: tiles of cuda/linear/mma_nvfp4_tile.h.
+/* NVFP4 experts on any chip with mma.sync: rows by packed weights, in the tiles of
+ * cuda/linear/mma_nvfp4_tile.h, which has layouts and bounds.
  *
- * Rows are of 16 bits: x as it is, or the numbers that its codes mean, e4m3 or NVFP4, which float16
- * holds. So the products are those of codes, exactly, on every chip with tensor cores of float16,
- * and sums have all of float32. Weights are as they are, or folded to e4m3. */
+ * Rows have 16 bits: x unchanged, or the values of its codes, e4m3 or NVFP4, which float16 holds.
+ * So the products are those of codes, exactly, on every chip with tensor cores of float16, and sums
+ * are float32. Weights are exact, or folded to e4m3. */
 #include "cuda/choice/choice_moe.h"
 #include "cuda/linear/mma_nvfp4_tile.h"
 #include "cuda/moe/expert_product.h"
@@ -13,7 +14,7 @@ using namespace mma_nvfp4;
 
 typedef struct {
     nvfp4_args tile;
-    const float *x_scale; /* of rows, or NULL: the input scale of the expert */
+    const float *x_scale; /* scales of rows; NULL: the input scale of the expert */
     expert_stack stack;
     const row_tile *tiles;
     int64_t weight_tiles;
@@ -58,16 +59,17 @@ template <class TILING> static constexpr shape shape_of(void) {
              (const void *)nvfp4_experts<TILING, NVFP4_FOLDED>}};
 }
 
-/* Those of the linear with few tokens and with many. Between, where K of a linear would be shared
- * out, tiles of experts are many enough: four warps have all of K, and two blocks of it a step, so
- * that they wait for each other half as often. */
+/* Tiles of the linear for decode and prefill. Between them the linear splits K, but experts have
+ * enough tiles: four warps have all of K and two blocks of K a step, so that they synchronize half
+ * as often. */
 typedef tiling<32, 128, 1, 4, 1, 2, 4> experts_32;
 typedef tiling<64, 128, 1, 4, 1, 2, 3> experts_64;
 
 static const shape SHAPES[] = {shape_of<tiling_8>(), shape_of<tiling_16>(), shape_of<experts_32>(),
                                shape_of<experts_64>(), shape_of<tiling_128>()};
 
-/* A layer that leaves the choice to the library is not quantized where weights are exact. */
+/* Returns the format for exact weights; a layer that leaves the choice to the library is not
+ * quantized. */
 static row_format form_exact(const moq_linear_spec *spec) {
     if (spec->input == MOQ_INPUT_AS_IS || moq_linear_has_choice(spec))
         return ROWS_VALUES;

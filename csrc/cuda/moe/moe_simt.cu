@@ -1,4 +1,5 @@
-/* Products of experts of every shape, weight and chip: tiles of cuda/linear/simt_tile.h. */
+/* Experts of every shape, weight and chip on CUDA cores, in the tiles of cuda/linear/simt_tile.h,
+ * which has layouts and bounds. */
 #include "cuda/linear/simt_tile.h"
 #include "cuda/moe/expert_product.h"
 
@@ -40,7 +41,8 @@ template <int MODE, int WEIGHT> struct simt_kernel {
     }
 };
 
-/* It quantizes by itself, and wants to know the largest of a token; or it has the codes of x. */
+/* Returns the format: values, which the kernel quantizes itself and may need amax for, or the codes
+ * of x. */
 static row_format form(const moq_linear_spec *spec) {
     moq_input_mode input = simt::input_of(spec);
     if (!spec->quantized_input)

@@ -4,8 +4,7 @@
  *   1. slots sorted by expert                                            group.cu
  *   2. rows of x, one a slot, in the format that W13's kernels take      load_x
  *   3. u = rows W13^T + b13, or g = rounded(act(u)) in one kernel        multiply
- *   4. rows of g in the format that W2's kernels take                    load_g, unless 3 wrote
- * them
+ *   4. rows of g in the format that W2's kernels take                    load_g, if 3 made u
  *   5. d = rows W2^T + b2, float32 or rounded (docs/numerics.md)         multiply
  *   6. y = the sum of w d over the slots of a token, in their order      expert_sum.cu
  *
@@ -21,7 +20,7 @@ namespace moq::moe {
 
 #define MEMORY ((int64_t)1 << 30)
 
-/* Offsets in the workspace. */
+/* The workspace layout: offsets of its parts. */
 typedef struct {
     int64_t groups, written, g, g_scales, x, x_scales, u, d, end;
 } workspace_layout;
@@ -29,17 +28,17 @@ typedef struct {
 static slot_chunk chunk_of(const moq_moe_call *call, const expert_kernels *k, int64_t first,
                            int64_t tokens) {
     const moq_moe_spec *spec = call->spec;
-    double rows = (double)call->tokens * spec->top_k / spec->global_experts; /* also of a share */
+    double rows = (double)call->tokens * spec->top_k / spec->global_experts; /* of a share, too */
     row_tiling t = k->tiling(call, rows);
     return {call, first, tokens, t.rows, t.align, t.pairs};
 }
 
-/* Rows in one column of group scales. */
+/* Returns the rows of one column of group scales. */
 static int64_t scale_stride(const slot_chunk *chunk) {
     return (most_rows(chunk) + chunk->align - 1) / chunk->align * chunk->align;
 }
 
-/* Bytes of scales, with room for a copy of a whole tile from the last row on. */
+/* Returns the bytes of scales, with room to copy a whole tile from the last row on. */
 static int64_t all_scales(const slot_chunk *chunk, row_format format, int64_t columns) {
     return scale_bytes(format, scale_stride(chunk), columns) +
            chunk->tile_rows * (int64_t)sizeof(float);
@@ -80,7 +79,7 @@ static workspace_layout layout_of(const slot_chunk *chunk, const expert_kernels 
     return l;
 }
 
-/* Tokens of a chunk: the fewest chunks of equal size that MEMORY has room for. */
+/* Returns the tokens of a chunk: the fewest chunks of equal size whose workspaces fit MEMORY. */
 static int64_t chunk_tokens(const moq_moe_call *call, const expert_kernels *k) {
     slot_chunk all = chunk_of(call, k, 0, call->tokens);
     int64_t by_slots = call->tokens * call->spec->top_k / (INT32_MAX / 2) + 1;

@@ -7,8 +7,8 @@
 
 namespace moq::moe {
 
-/* One of the two products, out[r, n] = sum_k rows[r, k] W[e, n, k] + bias[e, n] for the rows r of
- * each expert e. A family's first product may apply the activation, too. */
+/* A product of experts, out[r, n] = sum_k rows[r, k] W[e, n, k] + bias[e, n] for the rows r of each
+ * expert e. A family's first product may apply the activation, too. */
 typedef struct {
     const moq_moe_call *call;
     const moq_linear_spec *spec; /* of one expert */
@@ -17,11 +17,11 @@ typedef struct {
     const slot_groups *groups;
     int64_t most_rows, tiles;
     int tile_rows;
-    bool first;        /* x by W13; otherwise g by W2 */
+    bool first;        /* rows of x by W13; otherwise rows of g by W2 */
     bool gathered;     /* rows are tokens of x, to be gathered by slot */
     bool early;        /* the groups are complete before the predecessor kernel ends */
     void *out;         /* first: u or values of g; second: d [rows, H] */
-    moq_dtype d_dtype; /* of out in the second product */
+    moq_dtype d_dtype; /* dtype of out in the second product */
     int32_t *written;  /* [rows], zeros: counts warps that wrote g, for linked products; or NULL */
 } expert_product;
 
@@ -34,20 +34,22 @@ typedef struct {
 /* A kernel family. NULL hooks stand for any-chip steps: make_rows_of_x, float32 u of all columns of
  * W13, make_rows_of_u, and products that are not linked. */
 typedef struct {
-    /* Format of the rows that a product of this layer takes. */
+    /* Returns the format of the rows that a product of this layer takes. */
     row_format (*format)(const moq_linear_spec *spec);
-    /* Tiles for `rows` rows an expert on average over the call. */
+    /* Returns the tiles for `rows` rows an expert on average over the call. */
     row_tiling (*tiling)(const moq_moe_call *call, double rows);
     moq_status (*multiply)(const expert_product *product, moq_err *err);
     /* Makes rows of x, or points `x` at the call's tokens; sets gathered or early of `product`. */
     moq_status (*load_x)(const slot_chunk *chunk, expert_product *product, expert_rows *x,
                          moq_err *err);
-    /* Bytes of a row of u, the first product's output; 0 if that writes rows of g itself. */
+    /* Returns the bytes of a row of u, the first product's output; 0 if that writes rows of g
+     * itself. */
     int64_t (*u_bytes)(const moq_moe_call *call);
     /* Makes rows of g from u. */
     moq_status (*load_g)(const slot_chunk *chunk, const slot_groups *groups, const void *u,
                          const expert_rows *g, moq_err *err);
-    /* True if the second product starts while the first one runs and counts `written`. */
+    /* Returns true if the second product starts while the first one runs, and waits for
+     * `written`. */
     bool (*links)(const slot_chunk *chunk);
     bool rounds_d; /* d of bfloat16 layers is bfloat16, not float32 */
     bool early_d;  /* multiply lets the sum over slots start when the groups are complete */

@@ -1,4 +1,4 @@
-/* Logits of a router on the device: see core/gate.h. */
+/* Logits of a router on the device (core/gate.h). */
 #ifndef MOQ_CUDA_TENSOR_CUDA_GATE_H
 #define MOQ_CUDA_TENSOR_CUDA_GATE_H
 

@@ -1,4 +1,4 @@
-/* Heads made ready for attention on the device: see core/heads.h. */
+/* RMSNorm, RoPE and cache writes of attention heads on the device (core/heads.h). */
 #ifndef MOQ_CUDA_TENSOR_CUDA_HEADS_H
 #define MOQ_CUDA_TENSOR_CUDA_HEADS_H
 

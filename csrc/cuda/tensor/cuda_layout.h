@@ -1,4 +1,4 @@
-/* Rearranging codes and scales on the device, with the results of cpu/cpu_layout.h. Everything is
+/* Rearranging of codes and scales on the device, with the results of cpu/cpu_layout.h. Calls are
  * queued on `stream` of the current device; `out` is row-major and apart from the input. */
 #ifndef MOQ_CUDA_TENSOR_CUDA_LAYOUT_H
 #define MOQ_CUDA_TENSOR_CUDA_LAYOUT_H

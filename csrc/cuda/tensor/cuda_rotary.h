@@ -1,4 +1,4 @@
-/* Rotary embedding on the device, with the bits of the CPU: see core/rotary.h. */
+/* Rotary embedding on the device, with the bits of the CPU (core/rotary.h). */
 #ifndef MOQ_CUDA_TENSOR_CUDA_ROTARY_H
 #define MOQ_CUDA_TENSOR_CUDA_ROTARY_H
 

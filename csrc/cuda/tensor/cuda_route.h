@@ -1,4 +1,4 @@
-/* Routing on the device, with the ids and weights of the CPU bit for bit: see core/route.h. */
+/* Routing on the device, with the ids and weights of the CPU bit for bit (core/route.h). */
 #ifndef MOQ_CUDA_TENSOR_CUDA_ROUTE_H
 #define MOQ_CUDA_TENSOR_CUDA_ROUTE_H
 

@@ -1,5 +1,4 @@
-/* Smoothing on the device: what pre_quant_scale does to activations, before kernels that leave it
- * to others. */
+/* Smoothing on the device: applies pre_quant_scale to activations for kernels that do not. */
 #ifndef MOQ_CUDA_TENSOR_CUDA_SMOOTH_H
 #define MOQ_CUDA_TENSOR_CUDA_SMOOTH_H
 

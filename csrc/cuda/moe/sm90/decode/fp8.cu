@@ -49,11 +49,11 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
     static constexpr bool scaled_tokens = MODE == MOQ_INPUT_E4M3_TOKEN;
     static_assert(stage_blocks == 1, "a stage is a block");
 
-    typedef int target;      /* the expert's first row among those of all */
-    typedef uint32_t places; /* where the lane's columns of row g are */
+    typedef int target;      /* row of the stack at which the expert begins */
+    typedef uint32_t places; /* offset of the lane's columns of row g */
     typedef struct {
         uint4 part[4];        /* 32 values */
-        float w_scale[SLABS]; /* by blocks */
+        float w_scale[SLABS]; /* block scales */
     } columns;
 
     static __device__ __forceinline__ void aim(const warp_parts *p, const walk &, int expert,
@@ -74,7 +74,7 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
         }
     }
 
-    /* Pieces of 16 bytes of a row are xored with it. The lane's are 2 t and 2 t + 1. */
+    /* Finds the lane's pieces of 16 bytes, 2 t and 2 t + 1, which are xored with their row. */
     static __device__ __forceinline__ places places_of(const warp_parts *p) {
         int g = p->lane / 4, t = p->lane % 4;
         return p->pipeline + (uint32_t)(g * BLOCK + ((2 * t ^ g) << 4));
@@ -109,7 +109,7 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
         }
     }
 
-    /* The scale of the columns of the lane's token, which four lanes have. */
+    /* Returns the scale of the columns of the lane's token, which four lanes share. */
     static __device__ __forceinline__ float scale_of_group(const columns *x) {
         uint32_t most = 0;
 #pragma unroll
@@ -119,7 +119,8 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
         return moq_group_scale(moq_widen_pair(most, DT).x);
     }
 
-    /* What the lane's token is quantized by: a scale, or its inverse where all have one. */
+    /* Returns the factor that quantizes the lane's token: a scale, or its inverse if all tokens
+     * have one. */
     static __device__ __forceinline__ float scale_of(const warp_parts *p, const column *c,
                                                      const columns *x) {
         if constexpr (MODE == MOQ_INPUT_E4M3_TENSOR)
@@ -131,7 +132,7 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
             return scale_of_group(x);
     }
 
-    /* Codes of half of the lane's values as float16. */
+    /* Quantizes half of the lane's values to codes as float16. */
     static __device__ __forceinline__ void quantize(const uint4 *part, float scale,
                                                     uint32_t (&x)[8]) {
         float value[16];
@@ -148,7 +149,7 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
             x[i] = widen_codes((&codes.x)[i / 2], i % 2 != 0);
     }
 
-    /* 64 columns of a slab, from the lane's vectors of rows g and g + 8. */
+    /* Multiplies 64 columns of a slab, from the lane's vectors of rows g and g + 8. */
     static __device__ __forceinline__ void multiply_half(uint4 upper, uint4 lower,
                                                          const uint32_t (&x)[8], float (&sum)[4]) {
 #pragma unroll
@@ -161,7 +162,7 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
         }
     }
 
-    /* x of the next stage is asked for first: all of it is needed at once. */
+    /* Loads x of the next stage first: all of it is needed at once. */
     template <bool UP>
     static __device__ __forceinline__ void multiply(const warp_parts *p, const places &at,
                                                     const stage_view &v, columns *x,
@@ -193,7 +194,8 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
             add_scaled(p, scale, x, part, sum);
     }
 
-    /* Sums of 128 columns with the scales of x, column by column of the product, and of W. */
+    /* Adds the sums of 128 columns by the scales of x, column by column of the product, and of
+     * W. */
     static __device__ __forceinline__ void add_scaled(const warp_parts *p, float scale,
                                                       const columns *x,
                                                       const float (&part)[SLABS][4],
@@ -213,7 +215,7 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
     }
 };
 
-/* With slices of BLOCKS blocks of K. */
+/* The format with split-K: a warp has BLOCKS blocks of K. */
 template <int SLABS, int BLOCKS, moq_dtype DT, moq_input_mode MODE>
 struct fp8_split_k : fp8<SLABS, DT, MODE> {
     typedef fp8<SLABS, DT, MODE> base;
@@ -222,14 +224,14 @@ struct fp8_split_k : fp8<SLABS, DT, MODE> {
 
     typedef struct {
         int row, column;
-        float scale; /* of W by blocks */
+        float scale; /* block scales of W */
     } split_target;
     typedef struct {
         typename base::columns block[BLOCKS];
     } raw_columns;
     typedef struct {
         uint32_t code[BLOCKS][2][8]; /* as float16 */
-        float scale[BLOCKS][2];      /* by blocks, of the lane's columns of the product */
+        float scale[BLOCKS][2];      /* block scales of the lane's columns of the product */
     } split_columns;
 
     static __device__ __forceinline__ void aim_split(const warp_parts *p, int expert, int slab,
@@ -319,30 +321,31 @@ static inline moq_status describe_fp8(const moq_moe_call *call, common_args *c, 
                                w->columns, w->columns, SLAB, err);
 }
 
-#define OWN_SLABS    MOQ_MOE_FP8_FUSED_DOWN_SLABS /* of a warp in the second product */
+#define OWN_SLABS    MOQ_MOE_FP8_FUSED_DOWN_SLABS /* slabs of a warp in the second product */
 #define OWN_ROWS     (OWN_SLABS * SLAB)
-#define GROUPS       4 /* in which W2 is asked for */
+#define GROUPS       4 /* groups of loads of W2 */
 #define GROUP_SLABS  (OWN_SLABS / GROUPS)
-#define RING         MOQ_MOE_FP8_FUSED_STAGES /* of a warp */
+#define RING         MOQ_MOE_FP8_FUSED_STAGES /* stages of a warp */
 #define PITCH        MOQ_MOE_FP8_FUSED_PITCH
-#define WARP_COLUMNS (FUSED_COLUMNS / FUSED_WARPS) /* of g, which a warp finds */
+#define WARP_COLUMNS (FUSED_COLUMNS / FUSED_WARPS) /* columns of g that a warp makes */
 static_assert(OWN_ROWS == BLOCK, "rows of a warp have one scale for 128 columns");
 static_assert(OWN_ROWS == GROUPS * 32 && FUSED_SLABS == 4, "a lane has a piece of each quarter");
 
 typedef struct {
-    fused_args tile; /* by_fused_tiles: blocks of a slot */
-    int tiles;       /* of a slot */
-    int ask;         /* stages of a strip behind which W2 is asked for */
+    fused_args tile; /* by_fused_tiles divides by the blocks of a slot */
+    int tiles;       /* tiles of a slot */
+    int ask;         /* stages of a tile after which W2 is loaded */
     int down_at;
 } fused_fp8_args;
 
-/* What a block has of a slot: every `step`th strip from the first on. */
+/* A block's share of a slot: every `step`th tile from the first on. */
 typedef struct {
     int slot, expert, first, step, tiles;
-    uint32_t down, sums, g, most; /* W2's columns of the warp, and what all share */
+    uint32_t down, sums, g, most; /* W2's columns of the warp, and memory that all warps share */
 } fp8_share;
 
-/* With a scale for 128 columns two blocks of a cluster have the strips of such a group. */
+/* The format in the fused kernel. With a scale for 128 columns, two blocks of a cluster have the
+ * two tiles of such a group. */
 template <moq_dtype DT, moq_input_mode MODE> struct fp8_fused : fp8<1, DT, MODE> {
     static constexpr bool grouped = MODE == MOQ_INPUT_E4M3_GROUP;
 };
@@ -354,7 +357,7 @@ static __device__ __forceinline__ int fused_tile_of(const fp8_share *s, int inde
 
 /* ---- copies ---- */
 
-/* Fills the place of stage `number` of the warp, if there are so many. The whole warp calls. */
+/* Fills the buffer of stage `number` of the warp, if there are so many. The whole warp calls. */
 static __device__ __forceinline__ void fill_rows(const fused_fp8_args *a, const warp_parts *p,
                                                  const fp8_share *s, int number, int place) {
     const stack *w = &a->tile.common.w;
@@ -372,14 +375,14 @@ static __device__ __forceinline__ void fill_rows(const fused_fp8_args *a, const 
     }
 }
 
-/* Asks for 16 bytes, with the 128 around them to L2, where other blocks have use for them. */
+/* Copies 16 bytes asynchronously, and the 128 around them to L2 for other blocks. */
 static __device__ __forceinline__ void ask_piece(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(bytes)
                  : "memory");
 }
 
-/* Asks for a group of the warp's rows of W2. */
+/* Loads a group of the warp's rows of W2. */
 static __device__ __forceinline__ void ask_group(const fused_fp8_args *a, const warp_parts *p,
                                                  const fp8_share *s, int index, int group) {
     const stack *w = &a->tile.down;
@@ -397,7 +400,7 @@ static __device__ __forceinline__ void ask_group(const fused_fp8_args *a, const 
 
 /* ---- codes ---- */
 
-/* Pairs of values as float16 of their codes. */
+/* Quantizes pairs of values to codes as float16. */
 template <class F, int PAIRS>
 static __device__ __forceinline__ void quantize_own(uint32_t (&pair)[PAIRS], float scale) {
     float value[2 * PAIRS];
@@ -414,7 +417,7 @@ static __device__ __forceinline__ void quantize_own(uint32_t (&pair)[PAIRS], flo
         pair[i] = widen_codes(moq_e4m3_pair(value[2 * i], value[2 * i + 1]), false);
 }
 
-/* The scale of values whose maxima the lanes of a warp have, as bits of their dtype. */
+/* Returns the scale of values whose maxima the lanes of a warp have, as bits of their dtype. */
 template <class F> static __device__ __forceinline__ float scale_of_maxima(uint32_t most) {
     return moq_group_scale(moq_widen_pair(moq_max_of_lanes(most, 32), F::dtype).x);
 }
@@ -427,19 +430,19 @@ static __device__ __forceinline__ uint32_t weigh_pair(uint32_t pair, float weigh
 
 /* ---- scales ---- */
 
-/* Those of a strip, which are asked for before they are needed. */
+/* Scales of a tile, loaded before they are needed. */
 typedef struct {
-    float rows[2];      /* by blocks: of the warp's columns of gate, and of up */
-    float input;        /* by tensor */
-    float output, bias; /* of the lane's column of gate, or of up in the upper half of the lanes */
-    float down, g;      /* by blocks: of the warp's rows; by tensor: of g */
+    float rows[2];      /* block scales of the warp's columns of gate, and of up */
+    float input;        /* per-tensor scale */
+    float output, bias; /* lane's column of gate, or of up in the upper half of the lanes */
+    float down, g;      /* block scale of the warp's rows; per-tensor scale of g */
 } fused_scales;
 
 static __device__ __forceinline__ int lane_column(const warp_parts *p) {
     return p->warp * WARP_COLUMNS + min(p->lane % 16, WARP_COLUMNS - 1);
 }
 
-/* The scale of the warp's columns and the strip's rows of gate or of up. */
+/* Returns the scale of the warp's columns and the tile's rows of gate or of up. */
 static __device__ __forceinline__ float scale_of_rows(const fused_fp8_args *a, const warp_parts *p,
                                                       const fp8_share *s, int first, int up) {
     const stack *w = &a->tile.common.w;
@@ -476,13 +479,13 @@ static __device__ __forceinline__ fused_scales ask_scales(const fused_fp8_args *
 
 /* ---- the first product ---- */
 
-/* The warp's columns of x as float16 of their codes, and their scale where it is their own. */
+/* The warp's columns of x: codes as float16, and their scale if they have their own. */
 typedef struct {
     uint32_t code[2][8];
     float scale;
 } fused_x;
 
-/* The lane's four columns of the warp's. */
+/* Loads the lane's four columns of the warp's. */
 static __device__ __forceinline__ uint2 load_x(const fused_fp8_args *a, const warp_parts *p,
                                                const uint8_t *row) {
     int first = p->warp * BLOCK + p->lane * 4;
@@ -494,7 +497,7 @@ static __device__ __forceinline__ uint2 load_x(const fused_fp8_args *a, const wa
     return four;
 }
 
-/* Lanes quantize what no other has; then lane t of four gets the 32 columns from 32 t on. */
+/* Quantizes x: each lane its own columns; then lane t of four gets the 32 columns from 32 t on. */
 template <class F>
 static __device__ __forceinline__ fused_x codes_of_x(const fused_fp8_args *a, const warp_parts *p,
                                                      const fp8_share *s, const fused_scales *scales,
@@ -520,7 +523,7 @@ static __device__ __forceinline__ fused_x codes_of_x(const fused_fp8_args *a, co
     return x;
 }
 
-/* Leaves the warp's part of slab i. All columns of the product are the same. */
+/* Stages the warp's partial sums of slab i. All columns of the product are equal. */
 static __device__ __forceinline__ void stage_rows(const fused_fp8_args *a, const warp_parts *p,
                                                   const fp8_share *s, int i, float upper,
                                                   float lower) {
@@ -531,7 +534,7 @@ static __device__ __forceinline__ void stage_rows(const fused_fp8_args *a, const
     }
 }
 
-/* One slab after the other, while W2 is asked for. */
+/* Multiplies one slab after the other, and starts the loads of W2 meanwhile. */
 template <class F>
 static __device__ __forceinline__ void multiply_rows(const fused_fp8_args *a, const warp_parts *p,
                                                      const fp8_share *s, int index, uint32_t places,
@@ -575,7 +578,7 @@ static __device__ __forceinline__ void multiply_rows(const fused_fp8_args *a, co
 
 /* ---- g ---- */
 
-/* The lane's column of the first product: the sum of the parts of K. */
+/* Returns the lane's column of the first product: the sum over split-K. */
 static __device__ __forceinline__ float sum_of_lane(const fused_fp8_args *a, const warp_parts *p,
                                                     const fp8_share *s, bool gated) {
     int up = p->lane / 16, part = p->lane % 16;
@@ -596,7 +599,7 @@ static __device__ __forceinline__ float sum_of_lane(const fused_fp8_args *a, con
     return own;
 }
 
-/* A warp leaves some columns of g, and their maximum where strips have a scale. */
+/* Makes some columns of g by a warp, and their maximum if tiles have a scale. */
 template <class F>
 static __device__ __forceinline__ void meet_rows(const fused_fp8_args *a, const warp_parts *p,
                                                  const fp8_share *s, const fused_scales *scales,
@@ -624,12 +627,13 @@ static __device__ __forceinline__ void meet_rows(const fused_fp8_args *a, const 
 
 /* ---- the second product ---- */
 
-/* What g is quantized by, the inverse of a scale or, by blocks, one; and the factor of sums. */
+/* Factors of the second product: g's (the inverse of a scale, or a block scale) and that of
+ * sums. */
 typedef struct {
     float g, factor;
 } down_scales;
 
-/* When maxima are there. */
+/* Finds the factors once the maxima are staged. */
 template <class F>
 static __device__ __forceinline__ down_scales scales_of_down(const warp_parts *p,
                                                              const fp8_share *s, int index,
@@ -642,13 +646,13 @@ static __device__ __forceinline__ down_scales scales_of_down(const warp_parts *p
     return {__frcp_rn(scales->g), 1};
 }
 
-/* A group has come when all but so many behind it have. */
+/* Waits until group GROUP has arrived: as many copies may be in flight as were issued behind it. */
 template <int GROUP> static __device__ __forceinline__ void await_group(void) {
     copy_async_wait<GROUPS - 1 - GROUP>();
     warp_meets();
 }
 
-/* Two slabs by the strip, of which lane t of four has the 16 columns from 16 t on, and gets the
+/* Multiplies two slabs by the tile. Lane t of four has the 16 columns from 16 t on, and gets the
  * sums of rows of quarter t. */
 template <class F>
 static __device__ __forceinline__ float multiply_group(uint32_t from, const uint32_t (&g)[8],
@@ -663,7 +667,8 @@ static __device__ __forceinline__ float multiply_group(uint32_t from, const uint
     return t == 0 ? d[0][0] : t == 1 ? d[0][2] : t == 2 ? d[1][0] : d[1][2];
 }
 
-/* Adds the warp's rows by the strip: of each group lane t of four has one of quarter t. */
+/* Adds the products of the warp's rows and the tile: of each group lane t of four has one row of
+ * quarter t. */
 template <class F>
 static __device__ __forceinline__ void multiply_down(const warp_parts *p, const fp8_share *s,
                                                      const down_scales *scales,
@@ -687,7 +692,7 @@ static __device__ __forceinline__ void multiply_down(const warp_parts *p, const 
 }
 static_assert(GROUPS == 4 && GROUP_SLABS == 2, "as multiply_down has them");
 
-/* The block's part of the slot. */
+/* Stores the block's partial sums of the slot. */
 static __device__ __forceinline__ void leave_rows(const fused_fp8_args *a, const warp_parts *p,
                                                   const fp8_share *s, const float (&d)[GROUPS]) {
     int rows = a->tile.down.rows;
@@ -717,7 +722,7 @@ static __device__ __forceinline__ void open_fused_fp8(const fused_fp8_args *a, u
     s->most = s->g + 2 * FUSED_COLUMNS;
     s->slot = divide((int)blockIdx.x, &a->tile.by_fused_tiles);
     int own = (int)blockIdx.x - s->slot * a->tile.by_fused_tiles.by;
-    s->first = own; /* so that neighbouring columns of W2 are read at once */
+    s->first = own; /* neighbouring columns of W2 are read at once */
     s->step = a->tile.by_fused_tiles.by;
     s->tiles = (a->tiles - own + s->step - 1) / s->step;
     if (p->lane < RING)
@@ -727,7 +732,7 @@ static __device__ __forceinline__ void open_fused_fp8(const fused_fp8_args *a, u
         prefetch_map(&common->map);
 }
 
-/* Where the block's warps meet, and those of the other block of a group. */
+/* Synchronizes the block's warps, and those of the other block of a group. */
 template <class F> static __device__ __forceinline__ void fused_tiles_meet(void) {
     if constexpr (F::grouped)
         cluster_sync();
@@ -758,9 +763,9 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
     if (F::grouped)
         cluster_wait();
     wait_for_predecessor();
-    launch_dependents(); /* not before: who comes next counts on the ids */
+    launch_dependents(); /* not before: the next kernel relies on the ids */
     int64_t id = id_at(&common->route, place);
-    uint2 four = load_x(a, &p, row); /* the same whatever the id */
+    uint2 four = load_x(a, &p, row); /* x does not depend on the id */
     s.expert = expert_of_id(&common->route, id);
     if (s.expert < 0)
         return;
@@ -817,7 +822,8 @@ static moq_status launch_fused_fp8(const moq_moe_call *call, const moq_moe_fused
     return launch_second(call, share, &sum, err);
 }
 
-/* Kernels by what a slice has, which is MOQ_MOE_FP8_DECODE_SPLIT_K of moe_decode.h. */
+/* Returns the kernel for the K range of a warp, one of MOQ_MOE_FP8_DECODE_SPLIT_K
+ * (moe_decode.h). */
 template <moq_dtype DT, moq_input_mode MODE, int BLOCKS>
 static const void *split_k_kernel(const moq_moe_decode_half *h, bool up) {
     if (!up)

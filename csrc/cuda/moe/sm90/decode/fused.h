@@ -33,29 +33,28 @@ namespace moq::moe_decode {
 
 #define FUSED_WARPS   MOQ_MOE_FUSED_WARPS
 #define FUSED_THREADS (32 * FUSED_WARPS)
-#define FUSED_SPLITS  MOQ_MOE_FUSED_SPLITS /* of K, in the first product */
+#define FUSED_SPLITS  MOQ_MOE_FUSED_SPLITS /* warps that split K in the first product */
 #define FUSED_COLUMNS MOQ_MOE_FUSED_COLUMNS
-#define FUSED_SLABS   (FUSED_COLUMNS / SLAB)   /* of gate, and of up */
-#define DOWN_SLABS    MOQ_MOE_FUSED_DOWN_SLABS /* of a warp, in the second */
+#define FUSED_SLABS   (FUSED_COLUMNS / SLAB)   /* slabs of gate, and as many of up */
+#define DOWN_SLABS    MOQ_MOE_FUSED_DOWN_SLABS /* slabs of a warp in the second product */
 #define G_PITCH       MOQ_MOE_FUSED_G_PITCH
 #define FUSED_GROUPS  (FUSED_WARPS / FUSED_SPLITS)
-#define STAGE_SLABS   MOQ_MOE_FUSED_STAGE_SLABS /* of a warp, in a stage of the second product */
+#define STAGE_SLABS   MOQ_MOE_FUSED_STAGE_SLABS /* slabs of a warp in a stage of W2 */
 #define DOWN_STAGES   (DOWN_SLABS / STAGE_SLABS)
 
 typedef struct {
-    common_args common; /* of the first product */
+    common_args common; /* arguments of the first product */
     moe::activation activation;
     CUtensorMap down_map;
     stack down;
-    int g_at, up_slabs; /* slabs of a warp in the first product */
-    bool alone;         /* a token whose slots are chunks: the kernel has a block for each strip */
-    divisor
-        by_fused_tiles; /* of I; common.by_stages are those of a strip, by_blocks of the kernel */
-    float *d;           /* [blocks + chunks][columns of a chunk][H] */
-    uint32_t *places;   /* [slots]: chunk and column in it; then how many chunks there are */
+    int g_at, up_slabs; /* up_slabs: slabs of a warp in the first product */
+    bool alone;         /* one token, whose slots are chunks: the grid has a block for each tile */
+    divisor by_fused_tiles; /* tiles of I; common: stages of a tile, blocks of the grid */
+    float *d;               /* [blocks + chunks][columns of a chunk][H] */
+    uint32_t *places;       /* [slots]: chunk and column in it; then how many chunks there are */
 } fused_args;
 
-/* What the kernel that adds up needs. */
+/* Arguments of the kernel that adds partial sums and slots. */
 typedef struct {
     routing route;
     stack down;
@@ -64,34 +63,34 @@ typedef struct {
     void *y;
     int64_t y_stride;
     bool alone, weighted, accumulate;
-    float factor; /* of all sums */
+    float factor; /* factor of all sums */
     divisor by_blocks;
     int tiles;
 } fused_sum_args;
 
-/* A warp in a block. */
+/* A warp's place in a block. */
 typedef struct {
-    split k;          /* of the first product: its part, and the slice */
-    int group;        /* of rows there */
-    int first, tiles; /* the block's */
-    int columns;      /* of d in a chunk */
-    uint32_t empty;   /* barriers of stages that have been multiplied */
+    split k;          /* number and K range of the warp in the first product */
+    int group;        /* group of rows in the first product */
+    int first, tiles; /* tiles of the block */
+    int columns;      /* columns of d in a chunk */
+    uint32_t empty;   /* barriers of consumed stages */
 } fused_share;
 
-/* The first slab of the second product in a stage of a group. */
+/* Returns the first slab of the second product in a stage of a group. */
 static __device__ __forceinline__ int first_down_slab(int group, int stage) {
     return (stage * FUSED_GROUPS + group) * FUSED_SPLITS * STAGE_SLABS;
 }
 
 /* ---- which strips ---- */
 
-/* How many strips a block has; who comes last has fewer, or none. Where that is what a chunk has,
- * each block has one chunk: x comes once, and d of a slot is one part. */
+/* Returns the tiles of a block; the last ones have fewer, or none. If a chunk has as many, each
+ * block has one chunk: x is loaded once, and d of a slot has one partial sum. */
 static __device__ __forceinline__ int fused_tiles_each(int tiles, const divisor *blocks) {
     return divide(tiles + blocks->by - 1, blocks);
 }
 
-/* The tables of a block whose slot is its chunk; false where that does not count. */
+/* Makes the tables of a block whose slot is its chunk; false if the slot does not count. */
 static __device__ __forceinline__ bool table_of_slot(const routing *r, const tables *t, int slot,
                                                      int64_t place) {
     int expert = expert_at(r, place);
@@ -103,7 +102,7 @@ static __device__ __forceinline__ bool table_of_slot(const routing *r, const tab
     return true;
 }
 
-/* Tells the next kernel where slots are; one block does. */
+/* Stores the places of slots for the next kernel, by one block. */
 static __device__ __forceinline__ void leave_places(const fused_args *a, const tables *t) {
     int chunks = *t->chunks;
     if (threadIdx.x == 0)
@@ -117,12 +116,12 @@ static __device__ __forceinline__ void leave_places(const fused_args *a, const t
 
 /* ---- the ring ---- */
 
-/* Stages are filled in the order in which they are multiplied, which the two groups do in turn: of
- * each strip the slabs of the first product that a group has, one at a time, and then of the second
- * STAGE_SLABS slabs of each of its warps. */
+/* Order of stages: that of the products, the two groups in turn. Of each tile come the slabs of the
+ * first product of a group, one at a time, and then STAGE_SLABS slabs of the second for each of its
+ * warps. */
 
-/* Fills stage `number` of the block, if there are so many, at a place of the ring. The whole warp
- * calls. */
+/* Fills stage `number` of the block, if there are so many, at a place of the pipeline. The whole
+ * warp calls. */
 template <class F>
 static __device__ __forceinline__ void fill_fused(const fused_args *a, const warp_parts *p,
                                                   const fused_share *s, int number, int place) {
@@ -142,14 +141,14 @@ static __device__ __forceinline__ void fill_fused(const fused_args *a, const war
         F::fill_down(a, expert, first_down_slab(group, i - a->up_slabs), column, to, bar);
 }
 
-/* A warp's way through the stages of its group. */
+/* A warp's position among the stages of its group. */
 typedef struct {
     pipeline_state place, before;
-    int number; /* of the block's stages */
+    int number; /* index among the block's stages */
 } stage_walk;
 
-/* Waits for the group's next stage. Copies that are on their way together come together; so where
- * there is one strip the ring is filled stage by stage at first, another when one has come. */
+/* Waits for the group's next stage. Copies in flight together arrive together; so with one tile the
+ * pipeline is first filled stage by stage, another when one has come. */
 template <class F, bool ALONE>
 static __device__ __forceinline__ split_stage await_next(const fused_args *a, const warp_parts *p,
                                                          const fused_share *s,
@@ -166,9 +165,9 @@ static __device__ __forceinline__ split_stage await_next(const fused_args *a, co
     return stage;
 }
 
-/* A stage has been multiplied. Warps of the group take turns to fill the place of the one before,
- * which the others have most likely left by now. Whoever fills a stage has waited for such as come
- * before it alone, so that no warp waits for itself. */
+/* Releases a consumed stage. Warps of the group take turns to refill the place of the one before,
+ * which the others have most likely left by now. A warp that fills a stage has waited for earlier
+ * ones alone, so none waits for itself. */
 template <class F>
 static __device__ __forceinline__ void leave_stage(const fused_args *a, const warp_parts *p,
                                                    const fused_share *s, stage_walk *walk) {
@@ -190,7 +189,7 @@ static __device__ __forceinline__ void leave_stage(const fused_args *a, const wa
 
 /* ---- the first product ---- */
 
-/* The warp's slice of x of a chunk is asked for. */
+/* Loads the warp's K range of x of a chunk. */
 template <class F>
 static __device__ __forceinline__ void ask_columns(const warp_parts *p, const fused_share *s,
                                                    uint32_t chunk, typename F::raw_columns *raw) {
@@ -198,7 +197,7 @@ static __device__ __forceinline__ void ask_columns(const warp_parts *p, const fu
     F::load_raw(p, &c, s->k.begin, s->k.nominal, raw);
 }
 
-/* The slice as it is multiplied. */
+/* Returns the K range of x as mma takes it. */
 template <class F>
 static __device__ __forceinline__ typename F::split_columns
 columns_of_raw(const warp_parts *p, uint32_t chunk, const typename F::raw_columns *raw) {
@@ -208,7 +207,8 @@ columns_of_raw(const warp_parts *p, uint32_t chunk, const typename F::raw_column
     return x;
 }
 
-/* Where the sums of a slab's part lie; lanes and columns change places as in stage_sums. */
+/* Returns where the partial sums of a slab are staged; lanes and columns change places as in
+ * stage_sums. */
 static __device__ __forceinline__ uint32_t staged_slab(const fused_share *s, int part, int slab) {
     return s->k.sums + (uint32_t)((part * 2 * FUSED_SLABS + slab) * 512);
 }
@@ -222,7 +222,7 @@ static __device__ __forceinline__ void stage_slab(const warp_parts *p, uint32_t 
     store_shared(to + (uint32_t)((p->lane ^ p->lane / 8) * 16), word);
 }
 
-/* The sum of all parts in a column: lane i has row i % 16 of slab `first` + i / 16. */
+/* Returns the sum over split-K in a column: lane i has row i % 16 of slab `first` + i / 16. */
 static __device__ __forceinline__ float sum_of_parts(const warp_parts *p, const fused_share *s,
                                                      int first, int c) {
     int g = p->lane % 8, odd = p->lane / 16;
@@ -240,7 +240,7 @@ static __device__ __forceinline__ float sum_of_parts(const warp_parts *p, const 
     return value[0];
 }
 
-/* Factors and biases of the lane's rows of gate and up, asked for early. */
+/* Factors and biases of the lane's rows of gate and up, loaded early. */
 typedef struct {
     float factor[2], bias[2];
 } gate_rows;
@@ -265,7 +265,7 @@ static __device__ __forceinline__ gate_rows rows_of_gate(const fused_args *a, co
     return rows;
 }
 
-/* g of a column of the chunk, half of the strip, to shared memory. */
+/* Makes g of a column of the chunk, half of the tile, in shared memory. */
 template <class F>
 static __device__ __forceinline__ void meet_fused_tile(const fused_args *a, const warp_parts *p,
                                                        const fused_share *s, uint32_t g,
@@ -288,7 +288,7 @@ static __device__ __forceinline__ void meet_fused_tile(const fused_args *a, cons
 
 /* ---- d ---- */
 
-/* Leaves the block's part of a chunk. */
+/* Stores the block's partial sums of a chunk. */
 static __device__ __forceinline__ void leave_parts(const fused_args *a, const warp_parts *p,
                                                    const fused_share *s, int chunk, int slots,
                                                    const float (&sum)[DOWN_SLABS][4]) {
@@ -340,7 +340,7 @@ static __device__ __forceinline__ void open_fused(const fused_args *a, uint8_t *
         prefetch_map(&a->down_map);
 }
 
-/* All strips of the block, one at least, from the slice of x of the first chunk on. */
+/* Multiplies all tiles of the block, at least one, from the x of the first chunk on. */
 template <class F, bool ALONE>
 static __device__ __forceinline__ void multiply_fused(const fused_args *a, const warp_parts *p,
                                                       const fused_share *s, uint32_t g,
@@ -419,9 +419,9 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
         place = open_tables<true>(route, &p.t);
     }
     wait_for_predecessor();
-    launch_dependents(); /* not before: who comes next counts on the ids */
+    launch_dependents(); /* not before: the next kernel relies on the ids */
     typename F::raw_columns raw;
-    if (ALONE) { /* x is the same whatever the id */
+    if (ALONE) { /* x does not depend on the id */
         column c = {};
         c.row = (const uint8_t *)args.common.x;
         F::load_raw(&p, &c, s.k.begin, s.k.nominal, &raw);
@@ -457,16 +457,16 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
 
 #define ADD_WARPS   8
 #define ADD_THREADS (32 * ADD_WARPS)
-#define ADD_SLOTS   8 /* whose parts a thread asks for at once */
+#define ADD_SLOTS   8 /* a thread loads their partial sums at once */
 
 /* The slots of a token in shared memory. */
 typedef struct {
-    int expert[MOQ_MOE_TOP_K]; /* -1 where a slot does not count */
+    int expert[MOQ_MOE_TOP_K]; /* -1: the slot does not count */
     float weight[MOQ_MOE_TOP_K];
     int first[MOQ_MOE_TOP_K], parts[MOQ_MOE_TOP_K]; /* rows of d, in steps of a chunk's columns */
 } added_slots;
 
-/* What is known of a slot before the wait. */
+/* Finds a slot's expert, weight and row of d before the wait. */
 static __device__ __forceinline__ void open_slot(const fused_sum_args *a, added_slots *slots, int i,
                                                  int slot) {
     slots->expert[i] = expert_of_slot(&a->route, slot);
@@ -475,7 +475,7 @@ static __device__ __forceinline__ void open_slot(const fused_sum_args *a, added_
     slots->parts[i] = slots->expert[i] < 0 ? 0 : a->tiles;
 }
 
-/* And what the kernel before tells, where slots are not by themselves. */
+/* Finds a slot's row of d from the places that the kernel before stored. */
 static __device__ __forceinline__ void find_slot(const fused_sum_args *a, added_slots *slots, int i,
                                                  int slot) {
     if (slots->expert[i] < 0)
@@ -488,7 +488,7 @@ static __device__ __forceinline__ void find_slot(const fused_sum_args *a, added_
     slots->parts[i] = last - first + 1;
 }
 
-/* Four columns of a lane. */
+/* Factors and biases of a lane's four columns. */
 typedef struct {
     float4 factor, bias;
 } lane_rows;
@@ -523,7 +523,8 @@ static __device__ __forceinline__ float4 add_four(float4 a, float4 b) {
                        __fadd_rn(a.w, b.w));
 }
 
-/* The linear's outputs with the router's weight, of a column of the lane's. */
+/* Returns an output of the second product, with bias, times the router's weight, for a column of
+ * the lane. */
 static __device__ __forceinline__ float weighed(const fused_sum_args *a, const lane_rows *rows,
                                                 float4 sum, float weight, int column) {
     float d = __fmul_rn((&sum.x)[column], (&rows->factor.x)[column]);
@@ -532,8 +533,8 @@ static __device__ __forceinline__ float weighed(const fused_sum_args *a, const l
     return __fmul_rn(weight, d);
 }
 
-/* Few tokens, slots of many parts: a block has 32 columns, a warp some slots, whose parts its lanes
- * share; then slots are added up in their order. */
+/* Adds by slots, for few tokens and many partial sums. A block has 32 columns, a warp some slots,
+ * whose partial sums its lanes share; then slots are added in their order. */
 template <moq_dtype DT>
 static __device__ __forceinline__ void add_by_slots(const fused_sum_args *a, added_slots *slots) {
     __shared__ float value[MOQ_MOE_TOP_K][32]; /* weighted */
@@ -545,7 +546,7 @@ static __device__ __forceinline__ void add_by_slots(const fused_sum_args *a, add
         rows = rows_of_slot(a, slots->expert[warp], n);
     wait_for_predecessor();
     if (!a->alone) {
-        if (lane == 0) /* of the warp's own */
+        if (lane == 0) /* the warp's own slots */
             for (int i = warp; i < top_k; i += ADD_WARPS)
                 find_slot(a, slots, i, (int)blockIdx.x * top_k + i);
         __syncwarp();
@@ -583,7 +584,8 @@ static __device__ __forceinline__ void add_by_slots(const fused_sum_args *a, add
     ((uint16_t *)a->y)[at] = (uint16_t)moq_narrow_pair(DT, sum, 0);
 }
 
-/* More tokens, slots of a few parts: a thread has four columns of all slots of a token. */
+/* Adds by columns, for more tokens and few partial sums: a thread has four columns of all slots of
+ * a token. */
 template <moq_dtype DT>
 static __device__ __forceinline__ void add_by_columns(const fused_sum_args *a, added_slots *slots) {
     const int top_k = a->route.top_k;
@@ -638,8 +640,8 @@ static __device__ __forceinline__ void add_by_columns(const fused_sum_args *a, a
         ((uint16_t *)a->y)[at + j] = (uint16_t)moq_narrow_pair(DT, (&y.x)[j], 0);
 }
 
-/* Slots of the block's token; the ids, and what they are beside, were there before the first of the
- * two kernels began. */
+/* Finds the slots of the block's token. Ids, map and weights were complete before the first of the
+ * two kernels started. */
 static __device__ __forceinline__ void open_slots(const fused_sum_args *a, added_slots *slots) {
     int i = (int)threadIdx.x;
     launch_dependents();
@@ -648,7 +650,7 @@ static __device__ __forceinline__ void open_slots(const fused_sum_args *a, added
     __syncthreads();
 }
 
-/* y of some columns of a token, in the order of slots. */
+/* Writes y of some columns of a token, added in the order of slots. */
 template <moq_dtype DT>
 static __global__ void __launch_bounds__(ADD_THREADS)
     moe_decode_add_slots(const __grid_constant__ fused_sum_args args) {
@@ -672,7 +674,7 @@ template <moq_dtype DT> static inline const void *sum_kernel(bool by_slots) {
 
 /* ---- launch ---- */
 
-/* All but what depends on the format: of both stacks blocks, bytes and maps. */
+/* Fills the arguments, except blocks, bytes and maps of both stacks, which depend on the format. */
 static inline fused_args fused_tiles_of(const moq_moe_call *call, const moq_moe_fused *share) {
     const moq_moe_spec *spec = call->spec;
     moq_moe_decode_half half = {};
@@ -714,7 +716,7 @@ static inline moq_status launch_first(const moq_moe_call *call, const moq_moe_fu
     return moq_cuda_launch(&launch, parameters, err);
 }
 
-/* What adds up needs of the kernel before. */
+/* Fills the arguments of the adding kernel from those of the first. */
 static inline fused_sum_args sum_of(const moq_moe_call *call, const fused_args *a) {
     fused_sum_args sum = {};
     sum.route = a->common.route;
@@ -746,7 +748,7 @@ static inline moq_status launch_second(const moq_moe_call *call, const moq_moe_f
     return moq_cuda_launch(&add, parameters, err);
 }
 
-/* Both kernels; a sum of the second product is multiplied by `factor`. */
+/* Launches both kernels; sums of the second product are multiplied by `factor`. */
 static inline moq_status launch_fused(const moq_moe_call *call, const moq_moe_fused *share,
                                       const char *what, const void *kernel, fused_args *a,
                                       float factor, moq_err *err) {

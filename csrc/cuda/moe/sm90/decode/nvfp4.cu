@@ -21,9 +21,9 @@ namespace moq::moe_decode {
 
 #define X_BLOCK (2 * MOQ_PACK_K) /* bytes of a token in a block of K */
 
-/* COUNT blocks of K of a slab, whose units follow each other `unit` bytes behind the places, each
- * with sums of its own, so that products that add to the same sums do not follow each other. As
- * moq_multiply_units. */
+/* Multiplies COUNT blocks of K of a slab, like moq_multiply_units. Their units lie `unit` bytes
+ * behind the places; each has sums of its own, so that dependent products do not follow each
+ * other. */
 template <moq_nvfp4_type TYPE, int COUNT>
 static __device__ __forceinline__ void multiply_columns(const moq_unit_places &at, uint32_t unit,
                                                         const uint4 *x, float (&sum)[2][4]) {
@@ -59,7 +59,7 @@ static __device__ __forceinline__ void multiply_columns(const moq_unit_places &a
     }
 }
 
-/* multiply_columns of BLOCKS blocks; the sum of all. */
+/* Returns in `sum` the products of BLOCKS blocks, by multiply_columns. */
 template <moq_nvfp4_type TYPE, int BLOCKS>
 static __device__ __forceinline__ void multiply_units(const moq_unit_places &at, uint32_t unit,
                                                       const uint4 *x, float (&sum)[4]) {
@@ -81,11 +81,11 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     static constexpr int stage_bytes = SLABS * slab_bytes, alignment = 128;
     static constexpr moq_dtype dtype = TYPE == MOQ_NVFP4_F16 ? MOQ_DT_F16 : MOQ_DT_BF16;
     static constexpr bool scaled_tokens = false;
-    /* as moq_multiply_units takes them */
+    /* parameters of moq_multiply_units */
     static constexpr int blocks = stage_blocks, tiles = 1;
     static constexpr moq_nvfp4_type type = TYPE;
 
-    typedef const uint8_t *target; /* in the first slab */
+    typedef const uint8_t *target; /* address in the first slab */
     typedef moq_unit_places places;
     typedef struct {
         uint4 part[2 * stage_blocks];
@@ -98,7 +98,7 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
              ((int64_t)(p->slab + at.row) * w->blocks + at.block) * MOQ_PACK_BYTES;
     }
 
-    /* The next slab of an expert follows the last block of this one. */
+    /* Fills a stage. The next slab of an expert follows the last block of this one. */
     static __device__ __forceinline__ void fill(const warp_parts *p, const walk &, target *t,
                                                 int count, uint32_t to, uint32_t bar) {
         uint32_t bytes = (uint32_t)(count * MOQ_PACK_BYTES);
@@ -140,7 +140,7 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
                 load_block(columns_at(p, c, block), i, x);
     }
 
-    /* x of the next stage is asked for first. */
+    /* Multiplies a stage; loads x of the next one first. */
     template <bool UP>
     static __device__ __forceinline__ void multiply(const warp_parts *p, const places &at,
                                                     const stage_view &v, columns *x,
@@ -174,7 +174,7 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     }
 };
 
-/* With slices of BLOCKS blocks of K. */
+/* The format with split-K: a warp has BLOCKS blocks of K. */
 template <int SLABS, int BLOCKS, moq_nvfp4_type TYPE> struct nvfp4_split_k : nvfp4<SLABS, TYPE> {
     typedef nvfp4<SLABS, TYPE> base;
     static constexpr int blocks = BLOCKS, stage_blocks = BLOCKS, block_bytes = MOQ_PACK_BYTES;
@@ -242,7 +242,7 @@ static inline void describe_packed(stack *w) {
 
 #define UNIT_WORDS (MOQ_PACK_BYTES / 8)
 
-/* With slices of BLOCKS blocks of K in the first product. */
+/* The format in the fused kernel: a warp has BLOCKS blocks of K in the first product. */
 template <int BLOCKS, moq_nvfp4_type TYPE> struct nvfp4_fused : nvfp4_split_k<1, BLOCKS, TYPE> {
     typedef nvfp4_split_k<1, BLOCKS, TYPE> base;
     static constexpr int stage_bytes = MOQ_MOE_NVFP4_FUSED_STAGE;
@@ -254,7 +254,7 @@ template <int BLOCKS, moq_nvfp4_type TYPE> struct nvfp4_fused : nvfp4_split_k<1,
         uint4 part[1][2];
     } fused_columns;
 
-    /* A stage of the second product for moq_multiply_units. */
+    /* Parameters of moq_multiply_units for a stage of the second product. */
     struct down_units {
         static constexpr int blocks = 1, tiles = 1;
         static constexpr moq_nvfp4_type type = TYPE;
@@ -309,7 +309,8 @@ template <int BLOCKS, moq_nvfp4_type TYPE> struct nvfp4_fused : nvfp4_split_k<1,
     }
 };
 
-/* Kernels by what a slice has, which is MOQ_MOE_NVFP4_FUSED_SPLIT_K of moe_decode.h. */
+/* Returns the kernel for the K range of a warp, one of MOQ_MOE_NVFP4_FUSED_SPLIT_K
+ * (moe_decode.h). */
 template <moq_nvfp4_type TYPE, bool ALONE> static const void *fused_kernel(int split) {
 #define BLOCKS(count)                                                                              \
     if (split == count)                                                                            \
@@ -339,7 +340,8 @@ static moq_status launch_fused_nvfp4(const moq_moe_call *call, const moq_moe_fus
     return launch_fused(call, share, "NVFP4 experts", kernel, &a, MOQ_NVFP4_FACTOR, err);
 }
 
-/* Kernels by what a slice has, which is MOQ_MOE_NVFP4_DECODE_SPLIT_K of moe_decode.h. */
+/* Returns the kernel for the K range of a warp, one of MOQ_MOE_NVFP4_DECODE_SPLIT_K
+ * (moe_decode.h). */
 template <moq_nvfp4_type TYPE, int BLOCKS>
 static const void *split_k_kernel(const moq_moe_decode_half *h, bool up) {
     if (!up)

@@ -8,7 +8,7 @@
  *
  * - A warp's K range has BLOCKS blocks and its products no branch. If K is no multiple of the
  *   ranges, the last ones overlap, with zeros of x. A stage is a slab by a range or by a part of
- * it.
+ *   it.
  * - Lanes find what stages are filled with, 32 stages at once, one a lane. The lane then issues its
  *   copy: filling the pipeline takes a few instructions a stage.
  * - Copies that are in flight together arrive together, the first as late as the last. So a fresh
@@ -40,31 +40,31 @@ typedef struct {
 
 /* ---- who does what ---- */
 
-/* What a warp has: a slice, and every `step`th item from one on. */
+/* A warp's share: a K range, and every `step`th item from the first on. */
 typedef struct {
-    int parts, part; /* that share an item's K */
-    int nominal;     /* the first block of K that is the warp's, */
-    int begin;       /* and of its slice, which may overlap the one before */
+    int parts, part; /* warps that split an item's K, and the number of this one */
+    int nominal;     /* first block of K of the warp alone */
+    int begin;       /* first block of its K range, which may overlap the one before */
     int first, step, items;
-    int row_slabs;        /* from the first slab of an item to that of the next */
-    uint32_t stage_bytes; /* of the ring */
-    uint32_t sums;        /* of the group, parked: [PARKED][parts][slabs][32 lanes] float4 */
-    uint32_t staged;      /* its barriers */
+    int row_slabs;        /* distance of the first slabs of consecutive items */
+    uint32_t stage_bytes; /* bytes of a pipeline stage */
+    uint32_t sums;        /* partial sums of the group: [STAGED][splits][slabs][32 lanes] float4 */
+    uint32_t staged;      /* barriers of the partial sums */
 } split;
 
-/* n / d->by, n being less than 2^31. */
+/* Returns n / d->by for n below 2^31. */
 static __device__ __forceinline__ int divide(int n, const divisor *d) {
-    int quotient = (int)__umulhi((uint32_t)n, d->inverse); /* at most one less */
+    int quotient = (int)__umulhi((uint32_t)n, d->inverse); /* at most one too small */
     return quotient + (n - quotient * d->by >= d->by);
 }
 
-/* A stage that is multiplied: where it is, its barrier, and its number among the warp's. */
+/* A stage to multiply: its offset, its barrier, and its number among the warp's. */
 typedef struct {
     uint32_t at, bar;
     int parity, number;
 } split_stage;
 
-/* An item: the first of some slabs, and the chunk. */
+/* An item: a row of slabs, and the chunk. */
 typedef struct {
     int row, chunk;
 } item_place;
@@ -85,7 +85,7 @@ static __device__ __forceinline__ void next_item(const warp_parts *p, const spli
     }
 }
 
-/* The barriers of a warp made ready, and its place in the block. */
+/* Initializes a warp's barriers and finds its place in the block. */
 template <class F>
 static __device__ __forceinline__ void open_split(const common_args *a, uint8_t *shared,
                                                   split_barriers *bar, warp_parts *p, split *s) {
@@ -115,7 +115,7 @@ static __device__ __forceinline__ void open_split(const common_args *a, uint8_t 
     mbarrier_init_fence();
 }
 
-/* The group's of all items, the block's being as even a share as any. */
+/* Shares the items: equally among blocks, then among the groups of a block. */
 static __device__ __forceinline__ void share_items(warp_parts *p, split *s) {
     const divisor *blocks = &p->a->by_blocks;
     int items = *p->t.chunks * p->a->by_items.by, each = divide(items, blocks);
@@ -130,7 +130,7 @@ static __device__ __forceinline__ void share_items(warp_parts *p, split *s) {
 
 /* ---- the ring ---- */
 
-/* What the lane asks for next: stage `number` of the warp's, if there are so many. */
+/* The next stage that the lane fills: stage `number` of the warp's, if there are so many. */
 template <class F> struct lane_feed {
     int number, all;
     typename F::split_target target;
@@ -142,7 +142,7 @@ static __device__ __forceinline__ void aim_lane(const warp_parts *p, const split
                                                 lane_feed<F> *f) {
     if (f->number >= f->all)
         return;
-    constexpr int stages = F::blocks / F::stage_blocks; /* of a slice */
+    constexpr int stages = F::blocks / F::stage_blocks; /* stages of a K range */
     int index = divide(f->number, &p->a->by_stages);
     int rest = f->number - index * p->a->by_stages.by, piece = rest / stages;
     item_place at = place_of_item(p, s->first + index * s->step);
@@ -158,7 +158,7 @@ static __device__ __forceinline__ void fill_place(const warp_parts *p, const spl
                         p->full + 8u * place);
 }
 
-/* Fills as many stages of a fresh ring as may be on their way. */
+/* Fills the first `flight` stages of a fresh pipeline. */
 template <class F>
 static __device__ __forceinline__ lane_feed<F> fill_split(const warp_parts *p, const split *s) {
     lane_feed<F> f = {p->lane, s->items * p->a->by_stages.by, {}};
@@ -169,7 +169,7 @@ static __device__ __forceinline__ lane_feed<F> fill_split(const warp_parts *p, c
     return f;
 }
 
-/* Waits for a stage, and fills another of a ring that is still fresh. */
+/* Waits for a stage, and fills another one while the pipeline is fresh. */
 template <class F>
 static __device__ __forceinline__ void
 await_stage(const warp_parts *p, const split *s, const lane_feed<F> *f, const split_stage *stage) {
@@ -182,8 +182,8 @@ await_stage(const warp_parts *p, const split *s, const lane_feed<F> *f, const sp
     }
 }
 
-/* Fills the place of stage `number`, which has been multiplied; lanes go on, half of them at a
- * time: there are never more stages than that. */
+/* Refills the place of the consumed stage `number`. Lanes advance half of them at a time: there are
+ * never more stages than that. */
 template <class F>
 static __device__ __forceinline__ void refill(const warp_parts *p, const split *s, lane_feed<F> *f,
                                               int number, int place) {
@@ -199,7 +199,7 @@ static __device__ __forceinline__ void refill(const warp_parts *p, const split *
 }
 static_assert(MAX_STAGES <= 16, "a half of the lanes has more stages than the ring");
 
-/* A slab by the warp's slice: its sums, and the ring goes on. */
+/* Multiplies a slab by the warp's K range into `sum`, and advances the pipeline. */
 template <class F>
 static __device__ __forceinline__ void
 multiply_slab(const warp_parts *p, const split *s, lane_feed<F> *f,
@@ -222,7 +222,7 @@ multiply_slab(const warp_parts *p, const split *s, lane_feed<F> *f,
 
 /* ---- x ---- */
 
-/* The lane's column of a chunk. */
+/* Finds the lane's column of a chunk. */
 template <class F, bool UP>
 static __device__ __forceinline__ column column_of_chunk(const warp_parts *p, uint32_t chunk) {
     column c = {};
@@ -239,8 +239,8 @@ static __device__ __forceinline__ column column_of_chunk(const warp_parts *p, ui
 
 /* ---- sums of a group ---- */
 
-/* Where the warp leaves a lane's sums of a slab: lanes change places, and in every other slab
- * neighbouring columns, such that 16 rows of two slabs in one column meet no bank twice. */
+/* Stages a lane's partial sums of a slab. Lanes change places, and in every other slab neighbouring
+ * columns, so that 16 rows of two slabs in one column meet no bank twice. */
 template <class F>
 static __device__ __forceinline__ void stage_sums(const warp_parts *p, const split *s, int index,
                                                   const float (&sum)[F::slabs][4]) {
@@ -254,7 +254,8 @@ static __device__ __forceinline__ void stage_sums(const warp_parts *p, const spl
     warp_releases<false>(s->staged + 8u * (index % STAGED));
 }
 
-/* The sum of all parts in a column: lane i has row i % 16 of slab i / 16, if there are two. */
+/* Returns the sum over split-K in a column: lane i has row i % 16 of slab i / 16, if there are
+ * two. */
 template <class F>
 static __device__ __forceinline__ float sum_of_column(const warp_parts *p, const split *s,
                                                       int index, int c) {
@@ -276,7 +277,7 @@ static __device__ __forceinline__ float sum_of_column(const warp_parts *p, const
     return value[0];
 }
 
-/* The lane's row of an item. */
+/* Returns the lane's row of an item. */
 template <class F>
 static __device__ __forceinline__ int row_of_lane(const warp_parts *p, const split *s,
                                                   const item_place *at) {
@@ -284,7 +285,7 @@ static __device__ __forceinline__ int row_of_lane(const warp_parts *p, const spl
     return slab * SLAB + p->lane % 16;
 }
 
-/* What the lane's row is multiplied by in the end, asked for early. */
+/* Factors of the lane's row, loaded early. */
 typedef struct {
     float row, expert;
 } lane_factor;
@@ -307,8 +308,8 @@ static __device__ __forceinline__ void await_sums(const split *s, int index) {
     mbarrier_wait(s->staged + 8u * (index % STAGED), index / STAGED & 1);
 }
 
-/* Adds up the slots of the group's item `index` that are this warp's; `finish` gets the column of
- * the chunk, and of each lane its row and the linear's output. */
+/* Adds the warp's slots of the group's item `index` over split-K. `finish` gets the column of the
+ * chunk, and of each lane its row and the linear's output. */
 template <class F, class FINISH>
 static __device__ __forceinline__ void meet_sums(const warp_parts *p, const split *s, int index,
                                                  const item_place *at, uint32_t chunk,
@@ -330,9 +331,9 @@ static __device__ __forceinline__ void meet_sums(const warp_parts *p, const spli
     }
 }
 
-/* From filled stages on. A warp parks its sums of an item when it has read what is its of the item
- * before. So who has waited for all of an item knows that the one before has been read, and there
- * is room for it again: of three places, that of the next item. */
+/* Multiplies all items, from filled stages on. A warp stages its sums of an item after it has read
+ * its share of the item before. So a warp that has waited for all sums of an item knows that the
+ * one before has been read, and its place, of three, is free for the next item. */
 template <class F, bool UP, class FINISH>
 static __device__ __forceinline__ void multiply_splits(const warp_parts *p, const split *s,
                                                        lane_feed<F> *f, FINISH finish) {
@@ -358,7 +359,7 @@ static __device__ __forceinline__ void multiply_splits(const warp_parts *p, cons
         found = factor_of_lane<F>(p, s, &at, expert_of_chunk(chunk));
         float sum[F::slabs][4];
 #pragma unroll 1
-        for (int slab = 0; slab < F::slabs; slab++) { /* one piece of code for both */
+        for (int slab = 0; slab < F::slabs; slab++) { /* one copy of the code for both */
 #pragma unroll
             for (int j = 0; j < 4 && F::slabs == 2; j++)
                 sum[0][j] = slab ? sum[F::slabs - 1][j] : 0;
@@ -408,7 +409,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     touch_parameter(args);
     int64_t place = open_tables<true>(&common->route, &p.t);
     wait_for_predecessor();
-    launch_dependents(); /* not before: who comes next counts on the ids */
+    launch_dependents(); /* not before: the next kernel relies on the ids */
     load_weights(&p);
     group_slots<true>(&common->route, &p.t, place);
     share_items(&p, &s);
@@ -437,7 +438,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     p.slab_step = 1;
     s.row_slabs = F::slabs;
     int64_t place = open_tables<true>(&common->route, &p.t);
-    group_slots<true>(&common->route, &p.t, place); /* as in moe_decode_down */
+    group_slots<true>(&common->route, &p.t, place); /* the kernel before has waited for the ids */
     share_items(&p, &s);
     lane_feed<F> f = fill_split<F>(&p, &s);
     wait_for_predecessor();
@@ -453,7 +454,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
 
 #define SUM_THREADS 256
 
-/* y of a token's columns from d, in the order of slots. */
+/* Writes y of a token's columns from d, added in the order of slots. */
 template <moq_dtype DT>
 static __global__ void __launch_bounds__(SUM_THREADS)
     moe_decode_sum(const __grid_constant__ down_args args) {
@@ -463,7 +464,7 @@ static __global__ void __launch_bounds__(SUM_THREADS)
     const routing *r = &args.common.route;
     int first = (int)blockIdx.x * r->top_k, lane = (int)threadIdx.x;
     launch_dependents();
-    /* The ids, and what they are beside, were there before the first of the three kernels began. */
+    /* Ids, map and weights were complete before the first of the three kernels started. */
     if (lane < r->top_k) {
         counts[lane] = expert_of_slot(r, first + lane) >= 0;
         weight[lane] = a->common.weighted ? weight_of_slot(r, first + lane) : 1.0f;
@@ -502,7 +503,7 @@ static inline divisor divisor_of(int by) {
     return d;
 }
 
-/* Both kernels, or all three. */
+/* Launches both kernels, or with split-K all three. */
 static inline moq_status launch_all(const moq_moe_call *call, const moq_moe_decode_share *share,
                                     const char *what, const void *up_kernel, up_args *up,
                                     const void *down_kernel, down_args *down, moq_err *err) {

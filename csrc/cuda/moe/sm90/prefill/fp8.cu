@@ -43,26 +43,26 @@
 
 namespace moq::moe_prefill {
 
-/* Tiles of up to MOST rows of tokens, of which N are multiplied. */
+/* Shape of tiles of up to MOST rows of tokens, of which N are multiplied. */
 template <bool GROUPS, int MOST, int N>
 struct fp8_shape : fp8_prefill::tile<MOQ_WEIGHTS_FIRST, N, 2, MOQ_ALONE, GROUPS, false> {
     static constexpr bool large = MOST > 64;
     static constexpr int warpgroups = 2;
     static constexpr int tokens = MOST, stage = (4 * WAVE_ROWS + MOST) * 128, box_rows = MOST / 4;
-    static constexpr int at_once = N > OUT_TOKENS ? N / 2 : N; /* tokens that leave */
+    static constexpr int at_once = N > OUT_TOKENS ? N / 2 : N; /* tokens of an epilogue step */
     static constexpr int all_bytes = stage + (GROUPS ? MOST * 4 : 0);
     template <int M> using of_width = fp8_shape<GROUPS, MOST, M>;
 };
 
-/* What a number is to a template. */
+/* A number as a type. */
 template <int N> struct width {
     static constexpr int columns = N;
 };
 
-/* Calls `make` with the least width of S that has room for so many rows. */
+/* Calls `make` with the least width of S that holds so many rows. */
 template <class S, class F> static __device__ __forceinline__ void with_width(int rows, F make) {
     constexpr bool LARGE = S::large;
-    rows = __shfl_sync(0xffffffffu, rows, 0); /* the compiler sees it is one */
+    rows = __shfl_sync(0xffffffffu, rows, 0); /* uniform */
     if (rows <= (LARGE ? 64 : 16))
         make(width<LARGE ? 64 : 16>());
     else if (rows <= (LARGE ? 96 : 32))
@@ -76,15 +76,15 @@ template <class S, class F> static __device__ __forceinline__ void with_width(in
 
 #define EPILOGUE_STAGES   2
 #define EPILOGUE_BARRIERS (2 * EPILOGUE_STAGES)
-#define HELD              32 /* block scales of a row that come with a board */
+#define HELD              32 /* block scales of a row that come with epilogue operands */
 
-/* Barriers: a board of both warpgroups is there, and may be filled again. */
+/* A pipeline of epilogue operands. Barriers: a stage of both warpgroups is full, and empty. */
 typedef struct {
     epilogue_operands (*state)[2];
     uint32_t full, empty;
 } epilogue_pipeline;
 
-/* By a thread, before all meet. */
+/* Initializes the barriers, by one thread before the block synchronizes. */
 static __device__ __forceinline__ void make_epilogue_barriers(const epilogue_pipeline *b) {
     for (int i = 0; i < EPILOGUE_STAGES; i++) {
         mbarrier_init(b->full + 8u * i, 2 * 32);
@@ -92,7 +92,7 @@ static __device__ __forceinline__ void make_epilogue_barriers(const epilogue_pip
     }
 }
 
-/* The line of block scales of a wave's rows. */
+/* Returns the block scales of a wave's rows, one a step. */
 template <class S, product_use USE>
 static __device__ __forceinline__ const float *line_of_wave(const gemm_args *a, const place *p,
                                                             int group, int wave) {
@@ -102,7 +102,7 @@ static __device__ __forceinline__ const float *line_of_wave(const gemm_args *a, 
     return a->block_scale + p->rows.expert * a->block_step + line * a->steps;
 }
 
-/* Where groups have scales rows have no factors: block scales lie in their place. */
+/* Copies block scales to the place of factors, which rows with group scales do not have. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void fetch_block_scales(const gemm_args *a, const place *p,
                                                           int group, epilogue_operands *state) {
@@ -119,7 +119,7 @@ static __device__ __forceinline__ void produce_epilogue_operands(const gemm_args
                                                                  const epilogue_pipeline *b) {
     pipeline_state slot = {0, 0}, at = {0, 0};
     int lane = threadIdx.x % 32;
-    if (!a->linked) /* otherwise boards are of weights alone */
+    if (!a->linked) /* linked kernels' epilogue operands are of weights alone */
         wait_for_predecessor();
     for (;;) {
         place p = read_published_tile(scheduler, &at);
@@ -145,7 +145,7 @@ static __device__ __forceinline__ void produce_epilogue_operands(const gemm_args
 
 /* ---- tiles ---- */
 
-/* The block scales of a warpgroup's rows. */
+/* Returns the block scales of a warpgroup's rows. */
 template <class S, product_use USE>
 static __device__ __forceinline__ fp8_prefill::block_scales<S>
 find_blocks(const gemm_args *a, const place *p, int group, const epilogue_operands *state) {
@@ -159,8 +159,8 @@ find_blocks(const gemm_args *a, const place *p, int group, const epilogue_operan
     return block;
 }
 
-/* What a warpgroup goes through: steps and boards; where its outputs leave; where it is, and how
- * many tiles it has made. */
+/* A consumer warpgroup's pipelines of steps and epilogue operands, its output path, its step and
+ * its number of tiles. */
 typedef struct {
     fp8_prefill::consumer_pipeline steps;
     epilogue_pipeline epilogue;
@@ -169,19 +169,19 @@ typedef struct {
     uint32_t tiles;
 } tile_maker;
 
-/* Where the nth of what goes round in a ring is. */
+/* Returns the pipeline state of the nth use of a pipeline. */
 template <int PLACES> static __device__ __forceinline__ pipeline_state nth_place(uint32_t n) {
     return {(int)(n % PLACES), (int)(n / PLACES % 2)};
 }
 
-/* A warp has written its part of g of a tile. */
+/* Counts a warp that has written its part of g of a tile. */
 static __device__ __forceinline__ void tell_written(const gemm_args *a, const place *p) {
     __syncwarp();
     if (threadIdx.x % 32 == 0)
         add_release(a->written + p->rows.first, 1);
 }
 
-/* NEAR: is_fast. */
+/* Makes a tile. FAST: is_fast of the activation. */
 template <class S, product_use USE, bool FAST>
 static __device__ __forceinline__ void make_tile(const gemm_args *a, tile_maker *m, const place *p,
                                                  int group) {
@@ -206,7 +206,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, tile_maker *m
                                                const scheduler_queue *scheduler, int group) {
     if (!a->linked)
         wait_for_predecessor();
-    launch_dependents(); /* which know by then that the grouping is done */
+    launch_dependents(); /* the next kernel may rely on the groups */
     for (;;) {
         pipeline_state at = nth_place<SCHEDULER_STAGES>(m->tiles);
         place p = read_published_tile(scheduler, &at);
@@ -222,7 +222,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, tile_maker *m
             });
     }
     if (a->linked)
-        wait_for_predecessor(); /* whoever waits for this kernel waits for all before it */
+        wait_for_predecessor(); /* a kernel that waits for this one waits for all before it */
 }
 
 template <class S, product_use USE>
@@ -243,7 +243,7 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
         make_epilogue_barriers(&epilogue);
     pipeline_barriers b = make_barriers<S>(&a, barrier);
     scheduler_queue scheduler = scheduler_queue_at(&b, places);
-    int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* the compiler sees it is one */
+    int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* uniform */
     if (warp < 8) {
         more_registers<232>();
         int group = warp / 4;
@@ -270,7 +270,7 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 
 /* ---- launch ---- */
 
-/* What a launch needs to know of a shape: the kernels by what they are for. */
+/* A shape for the launch: kernels by product_use. */
 typedef struct {
     int stage, box_rows;
     const void *kernel[3];
@@ -284,7 +284,7 @@ template <bool GROUPS, int MOST> static variant variant_of(void) {
              (const void *)experts_fp8<S, OF_D>}};
 }
 
-/* As many stages as fit, of so many bytes. Dynamic shared memory is returned. */
+/* Sets the stages of `stage` bytes that fit; returns the dynamic shared memory. */
 static int smem_layout(gemm_args *a, int stage, int limit) {
     int fixed = 1024 + (PIPELINE_BARRIERS + EPILOGUE_BARRIERS) * 8 + SCHEDULER_STAGES * 16 +
                 2 * EPILOGUE_STAGES * (int)sizeof(epilogue_operands) + 2 * OUT_TOKENS * 4;
@@ -294,7 +294,7 @@ static int smem_layout(gemm_args *a, int stage, int limit) {
     return a->stages * stage + 2 * OUT_ROOM;
 }
 
-/* Warps that write g of a tile of rows: those of a block for each tile of W13. */
+/* Returns the warps that write g of a tile of rows: those of a block for each tile of W13. */
 static int writers_of_g(const moe::expert_product *p) {
     int64_t columns = (p->call->spec->gated ? 2 : 4) * WAVE_ROWS;
     return 8 * (int)((p->call->spec->w2.in_features + columns - 1) / columns);
@@ -323,7 +323,7 @@ static moq_status multiply_fp8(const moe::expert_product *p, moq_err *err) {
 
 /* ---- the pipeline's hooks ---- */
 
-/* Large tiles come in pairs that share their weights, unless rows have scales of groups
+/* Returns the tiles. Large ones come in pairs that share weights, unless rows have scales of groups
  * (docs/lab/experts-prefill.md). */
 static moe::row_tiling tiling_of(const moq_moe_call *call, double) {
     bool groups = fp8_format(&call->spec->w13) == moe::ROWS_GROUP;
@@ -357,10 +357,11 @@ static moq_status load_g(const moe::slot_chunk *chunk, const moe::slot_groups *g
                                            : make_codes_of_g(chunk, groups, u, g, err);
 }
 
-/* Products are linked if tiles are small, as memory bounds both products and the first one ends
- * unevenly; if no kernel makes codes of g between them; if there can be more tiles of rows than go
- * together, as those end together and leave nothing to start beside; and if kernels overlap, as
- * counting costs up to 2.5 % otherwise (docs/lab/experts-prefill.md). */
+/* True if the second product may start while the first one runs (head of this file). Tiles have to
+ * be small, as memory then bounds both products and the first one ends unevenly. No kernel may make
+ * codes of g between them. There have to be more tiles of rows than go together, as those end
+ * together and leave nothing to start beside. Kernels have to overlap: otherwise counting costs up
+ * to 2.5 % (docs/lab/experts-prefill.md). */
 static bool links_products(const moe::slot_chunk *chunk) {
     const moq_moe_call *call = chunk->call;
     return chunk->tile_rows == 64 && !has_own_x(call) && u_bytes(call) == 0 &&

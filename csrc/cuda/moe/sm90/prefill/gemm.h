@@ -31,46 +31,44 @@ using namespace gemm;
 #define MANY_STAGES 12
 #define WAVE_ROWS   64
 
-/* What a product is for. */
+/* Use of a product. */
 typedef enum {
-    OF_GATE_AND_UP, /* g = act of both */
+    OF_GATE_AND_UP, /* g = act(gate, up) */
     OF_ONE,         /* g = act of each row */
-    OF_D            /* sums as they are */
+    OF_D            /* d = sums */
 } product_use;
 
 typedef struct {
     const moe::row_tile *tiles;
-    const int32_t *count; /* of rows, and of tiles */
+    const int32_t *count; /* numbers of rows and of tiles */
     int row_tiles, steps, stages;
-    bool early; /* the tiles are known before the predecessor has ended */
+    bool early; /* the tiles are complete before the predecessor kernel ends */
     int n;      /* rows of W of an expert */
-    int height; /* and what the map of W counts of them */
-    int half;   /* rows of gate */
+    int height; /* rows or slabs of an expert in the map of W */
+    int half;   /* rows of gate: I */
     moe::activation act;
-    moq_output out; /* g, or d; or, where w2 takes that, e4m3 codes of g: */
+    moq_output out; /* g, or rounded d; FP8 products may write codes of g instead: */
     g_format form;
     uint8_t *codes; /* rows [code_stride], and scales by groups [I / 128, g_scale_stride], */
-    float *g_scale; /* or the scale of each expert [E, 1] */
+    float *g_scale; /* or per-tensor scales [E, 1] */
     int64_t code_stride, g_scale_stride;
-    float *d;                         /* [rows, n], or NULL where it is rounded: `out` */
+    float *d;                         /* [rows, n], or NULL if d is rounded to `out` */
     const float *output_scale, *bias; /* [E, n], or NULL */
-    const int32_t
-        *slot; /* of rows that are gathered from x, or NULL where they are side by side, */
+    const int32_t *slot;              /* slots of gathered rows, or NULL for sorted rows, */
     int top_k;
-    const uint8_t *x; /* and x: its tokens, x_stride bytes apart, of which `bytes` */
+    const uint8_t *x; /* and x: tokens of `bytes` bytes, x_stride apart */
     int64_t x_stride, bytes;
-    const float *x_scale; /* of rows or tokens, by groups [steps, x_scale_stride], or NULL */
+    const float *x_scale; /* of rows, or by groups [steps, x_scale_stride], or NULL */
     int64_t x_scale_stride;
-    const float *input_scale; /* [E, parts] where x_scale is NULL, or NULL too */
+    const float *input_scale; /* [E, partitions] if x_scale is NULL, or NULL too */
     int parts;
     const float *block_scale; /* [E, block rows, steps] */
     int64_t block_step;
     moq_partitions partitions;
-    int32_t *acquired; /* tiles beside each block's first */
-    int32_t
-        *written; /* [rows]: warps that have written g of the tile that begins there, or NULL, */
-    int writers;  /* and how many of them there are */
-    bool linked;  /* rows are there when they are `written`, not when the predecessor ends */
+    int32_t *acquired; /* counter of tiles after each block's first */
+    int32_t *written; /* [rows]: warps that have written g of the tile that begins there, or NULL */
+    int writers;      /* warps that write g of a tile */
+    bool linked;      /* rows are complete when `written` says so */
 } gemm_args;
 
 /* ---- tiles ---- */
@@ -79,7 +77,8 @@ typedef struct {
     int number, end, stride;
 } tile_queue;
 
-/* With the predecessor ended. The blocks of a pair go through pairs of tiles. */
+/* Returns the tiles of a block, after the predecessor has ended. The blocks of a pair go through
+ * pairs of tiles. */
 template <class S> static __device__ __forceinline__ tile_queue tiles_of_block(const gemm_args *a) {
     constexpr int BLOCKS = S::pair ? 2 : 1;
     return {(int)blockIdx.x / BLOCKS, a->count[1] / BLOCKS * a->row_tiles, (int)gridDim.x / BLOCKS};
@@ -87,7 +86,7 @@ template <class S> static __device__ __forceinline__ tile_queue tiles_of_block(c
 
 typedef struct {
     moe::row_tile rows;
-    int along; /* tile of W */
+    int along; /* number of the tile of W */
 } place;
 
 template <class S>
@@ -98,25 +97,24 @@ static __device__ __forceinline__ place place_at(const gemm_args *a, int number)
     return {a->tiles[tile], along};
 }
 
-/* Which of x, or of the rows side by side, is row `row`. */
+/* Returns the source of row `row`: its token of x if rows are gathered, or the sorted row. */
 static __device__ __forceinline__ int source_of(const gemm_args *a, int row) {
     return a->slot ? a->slot[row] / a->top_k : row;
 }
 
-/* silu without a limit. */
+/* True for silu without a limit. */
 static __device__ __forceinline__ bool is_plain(const moe::activation *a) {
     return a->kind == MOQ_MOE_SILU && isinf(a->limit);
 }
 
-/* Whether products of every width have code for what becomes of the sums: silu of gate and up, with
- * a limit or without, and relu2 of one. For others the largest ones of a kernel have. */
+/* True if products of every width have code for the activation: silu with a gate, relu2 without.
+ * Others use the largest products. */
 template <product_use USE>
 static __device__ __forceinline__ bool is_usual(const moe::activation *a) {
     return USE == OF_D || a->kind == (USE == OF_ONE ? MOQ_MOE_RELU2 : MOQ_MOE_SILU);
 }
 
-/* The first row of W of a wave of a warpgroup, within the expert, and the end of those it may have.
- */
+/* Returns the first row of W of a warpgroup's wave, within the expert. */
 template <class S, product_use USE>
 static __device__ __forceinline__ int row_of_wave(const gemm_args *a, int along, int group,
                                                   int wave) {
@@ -137,8 +135,8 @@ static __device__ __forceinline__ float finish_sum(float sum, float of_row, floa
     return __fadd_rn(__fmul_rn(sum, __fmul_rn(of_token, of_row)), bias);
 }
 
-/* Activations that have code of their own: it is unrolled, and what is not asked for would keep
- * what is from the instructions' cache (docs/lab/experts-prefill.md). */
+/* Activations with code of their own. The code is unrolled, and unused branches would fill the
+ * instruction cache (docs/lab/experts-prefill.md). */
 typedef enum { PLAIN_SILU, ANY_SILU, RELU2, ANY_ACTIVATION } kind_of_code;
 
 template <kind_of_code KIND>
@@ -152,12 +150,12 @@ static __device__ __forceinline__ float act(const moe::activation *a, float gate
     return moe::activate(a, gate, up);
 }
 
-/* What a kind of code is to a template. */
+/* A kind of code as a type. */
 template <kind_of_code KIND> struct code_for {
     static constexpr kind_of_code kind = KIND;
 };
 
-/* Calls `write` with the code for an activation. LARGEST: products of the largest width. */
+/* Calls `write` with the code for an activation. LARGEST: products have the largest width. */
 template <product_use USE, bool LARGEST, class F>
 static __device__ __forceinline__ void with_code(const moe::activation *a, F write) {
     constexpr bool GATED = USE == OF_GATE_AND_UP;
@@ -170,7 +168,7 @@ static __device__ __forceinline__ void with_code(const moe::activation *a, F wri
         write(code_for<ANY_ACTIVATION>());
 }
 
-/* Sums of the next tokens take the place of those before. */
+/* Moves the sums of the next tokens to the place of those before. */
 template <int COUNT, int ALL> static __device__ __forceinline__ void move_down(float (&sum)[ALL]) {
 #pragma unroll
     for (int i = 0; i + COUNT < ALL; i++)
@@ -223,7 +221,7 @@ static gemm_args args_of(const moe::expert_product *p, int64_t steps, int64_t he
     return a;
 }
 
-/* Of FP8 products. */
+/* Fills the arguments of FP8 products. */
 static gemm_args fp8_args_of(const moe::expert_product *p) {
     int64_t steps = (p->spec->in_features + 127) / 128;
     gemm_args a = args_of(p, steps, p->spec->out_features, 2);
@@ -244,12 +242,12 @@ static gemm_args fp8_args_of(const moe::expert_product *p) {
     return a;
 }
 
-/* `more` are two maps of kernels that take them behind their arguments. */
+/* Launches a kernel; `more` are two maps of kernels that take them after their arguments. */
 static moq_status launch(const moe::expert_product *p, const void *kernel, gemm_args *a, int shared,
                          CUtensorMap *weights, CUtensorMap *rows, int warpgroups, bool pair,
                          moq_err *err, CUtensorMap *more = NULL) {
     int64_t tiles = p->tiles * a->row_tiles, blocks = p->spec->target.sm_count;
-    if (pair) /* tiles come in twos */
+    if (pair) /* tiles come in pairs */
         blocks -= blocks % 2;
     if (tiles > INT32_MAX)
         return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",

@@ -42,7 +42,8 @@ namespace moq::moe_prefill {
 #define WAVE_BYTES (WAVE_SLABS * MOQ_PACK_BYTES)
 #define COPIERS    2 /* warps that gather rows */
 
-/* Tiles of up to MOST rows, of which N are multiplied, in steps of UNITS blocks of columns. */
+/* Shape of tiles of up to MOST rows, of which N are multiplied, in steps of UNITS blocks of
+ * columns. */
 template <nvfp4_prefill::operand_type TYPE, product_use FOR, int MOST, int N, int UNITS = 1,
           int WAVES = 1>
 struct unit_shape {
@@ -52,34 +53,35 @@ struct unit_shape {
     static constexpr bool large = MOST > 128;
     static constexpr int warpgroups = large ? 2 : 4, tokens = MOST, units = UNITS;
     static constexpr int waves = WAVES, box_units = UNITS > 2 ? 2 : UNITS;
-    static constexpr int own_units = waves * units; /* of a warp in a step */
+    static constexpr int own_units = waves * units; /* units of a warp in a step */
     static constexpr int T = N;
-    static constexpr bool mixed = gated && waves == 1; /* a wave has rows of gate and of up */
+    static constexpr bool mixed = gated && waves == 1; /* one wave has rows of gate and of up */
     static constexpr int registers = large ? 224 : 112, copier_registers = large ? 56 : 32;
-    static constexpr int box_rows = large ? 32 : 16; /* that the copy engine brings at a time */
+    static constexpr int box_rows = large ? 32 : 16; /* rows of a TMA box */
     static constexpr int panel_bytes = tokens * 128, token_bytes = units * panel_bytes;
     static constexpr int weight_bytes = warpgroups * own_units * WAVE_BYTES;
-    /* Where a warp's unit `own` is: waves are behind each other, of a wave the boxes of a slab's
-     * neighbouring units. */
+    /* Returns the offset of a warp's unit `own`: waves follow each other, in a wave the boxes of a
+     * slab's neighbouring units. */
     static __host__ __device__ constexpr int unit_at(int own) {
         return own / units * (weight_bytes / 2) +
                own % units / box_units * (box_slabs * box_units * MOQ_PACK_BYTES) +
                own % box_units * MOQ_PACK_BYTES;
     }
     static constexpr int box_slabs = warpgroups * waves * WAVE_SLABS / 2;
-    static constexpr int columns = box_slabs * MOQ_PACK_ROWS * (gated ? 1 : 2); /* of the output */
+    static constexpr int columns =
+        box_slabs * MOQ_PACK_ROWS * (gated ? 1 : 2); /* columns of the output */
     static constexpr int columns_of_wave = mixed ? WAVE_ROWS / 2 : WAVE_ROWS;
-    /* Rows whose products are one instruction, of those that come first. */
+    /* Tokens of the first of the wgmma instructions of a step. */
     static constexpr int part = N == 80 ? 48 : N == 112 ? 64 : N == 288 ? 144 : N;
-    /* Groups of 16 columns whose operands are in registers at a time, twice: fewer where sums leave
-     * less room. */
+    /* Groups of 16 columns whose operands are in registers at a time, double-buffered: fewer if
+     * sums leave less room. */
     static constexpr int depth = own_units == 1 || (waves == 2 && N == 64) ? 2 : 4;
-    /* Bytes of scales of a step that a warp makes for its lanes: [unit][row g][group, rows g and
-     * g + 8]. */
+    /* Bytes of scales that a warp makes for its lanes in a step: [unit][row g][group, rows g and g
+     * + 8]. */
     static constexpr int scales = own_units * 128;
-    static constexpr int at_once = large ? 32 : 16; /* rows of outputs that leave at a time */
-    /* Bytes of outputs on their way, of a warpgroup: of a row of g and all, with what warps of gate
-     * and of up hand each other; of d, unless it is stored from registers, pieces of some rows. */
+    static constexpr int at_once = large ? 32 : 16; /* rows of an epilogue step */
+    /* Bytes of staged outputs of a warpgroup: a row of g and all rows, with sums that warps of gate
+     * and of up hand each other; pieces of d, unless it is stored from registers. */
     static constexpr bool from_registers = MOST <= 64;
     static constexpr bool rounds_d = TYPE == nvfp4_prefill::AS_BF16;
     static constexpr int row_bytes = columns_of_wave * 2;
@@ -93,8 +95,8 @@ struct unit_shape {
 
 /* ---- the order of tiles ---- */
 
-/* How many columns of products a tile of so many rows has: one of a few numbers, for each of which
- * there is code; the largest one for what is rarely asked for, which is compiled for that alone. */
+/* Returns the width of the products for so many rows: one of a few, each with its own code. Rare
+ * activations use the largest, the only one compiled for them. */
 template <class S> static __device__ __forceinline__ int width_of(const gemm_args *a, int rows) {
     if (!is_usual<S::use>(&a->act))
         return S::tokens;
@@ -105,14 +107,14 @@ template <class S> static __device__ __forceinline__ int width_of(const gemm_arg
     return rows > 16 ? (rows + 15) / 16 * 16 : 16;
 }
 
-/* Widths from the largest one on, 0 behind the last. */
+/* Returns the next smaller width, 0 after the last. */
 template <class S> static __device__ __forceinline__ int width_after(int width) {
     if (S::large)
         return width == 288 ? 256 : width == 256 ? 192 : width == 192 ? 128 : width == 128 ? 96 : 0;
     return S::tokens == 128 && width <= 64 ? width - 32 : width - 16;
 }
 
-/* How many widths there are. */
+/* Returns the number of widths. */
 template <class S> static __device__ __forceinline__ constexpr int widths_of(void) {
     return S::large ? 5 : S::tokens == 128 ? 6 : S::tokens / 16;
 }
@@ -121,19 +123,18 @@ template <class S> static __device__ __forceinline__ constexpr int widths_of(voi
 
 #define ALL_LANES 0xffffffffu
 
-#define NOTED_WORDS      48 /* of tiles that are noted */
+#define NOTED_WORDS      48 /* words of noted tiles */
 #define MOST_WIDTHS      6
-#define SCHEDULER_STAGES 8 /* that some warps may not have seen yet */
+#define SCHEDULER_STAGES 8 /* published tiles that some warps may not have read */
 
-/* In shared memory: the bits, and a ring of claims. */
+/* The tile scheduler in shared memory: bits of widths, and a queue of published tiles. */
 typedef struct {
-    int4 place[SCHEDULER_STAGES]; /* expert, first row, rows, tile of W, which is -1 behind the last
-                                   */
+    int4 place[SCHEDULER_STAGES]; /* expert, first row, rows, tile of W; -1 after the last tile */
     uint32_t suits[MOST_WIDTHS * NOTED_WORDS]; /* [width][word] */
-    int end;                                   /* of all tiles */
+    int end;                                   /* number of all tiles */
 } scheduler_state;
 
-/* By all warps, before the block meets. */
+/* Notes the widths of tiles in bits, by all warps before the block synchronizes. */
 template <class S>
 static __device__ __forceinline__ void note_widths(const gemm_args *a, scheduler_state *b) {
     int lane = threadIdx.x % 32, count = a->count[1], words = (count + 31) / 32;
@@ -152,13 +153,12 @@ static __device__ __forceinline__ void note_widths(const gemm_args *a, scheduler
         b->end = count * a->row_tiles;
 }
 
-/* Where the search for the next tile begins, which is never one before: a word, and the tiles
- * before it. */
+/* Start of the search for the next tile, which is never before: a word, and the tiles before it. */
 typedef struct {
     int word, before;
 } tile_search;
 
-/* Word `at` of all widths; of more tiles than are noted it is made. */
+/* Returns word `at` of all widths; it is computed if there are more tiles than are noted. */
 template <class S>
 static __device__ __forceinline__ uint32_t word_of_tiles(const gemm_args *a,
                                                          const scheduler_state *b, int words,
@@ -178,7 +178,7 @@ static __device__ __forceinline__ uint32_t word_of_tiles(const gemm_args *a,
     return suits;
 }
 
-/* The tile that comes `number`-th, by a warp. */
+/* Finds the tile that comes `number`-th, by a warp. */
 template <class S>
 static __device__ __forceinline__ place find_tile(const gemm_args *a, const scheduler_state *b,
                                                   tile_search *s, int number) {
@@ -209,7 +209,8 @@ static __device__ __forceinline__ place find_tile(const gemm_args *a, const sche
 
 /* ---- claims ---- */
 
-/* Adds 1. Of an addition ptxas makes one for all lanes, whose answer it waits for at once. */
+/* Adds 1 and returns the value before. ptxas would turn an addition into one for all lanes and wait
+ * for its answer at once. */
 static __device__ __forceinline__ int count_up(int32_t *counter) {
     int before;
     asm volatile("atom.global.inc.u32 %0, [%1], 0x7fffffff;"
@@ -219,7 +220,7 @@ static __device__ __forceinline__ int count_up(int32_t *counter) {
     return before;
 }
 
-/* By one warp. */
+/* Publishes a tile, by one warp. */
 static __device__ __forceinline__ void publish_tile(scheduler_state *b, uint32_t posted,
                                                     pipeline_state *at, const place *p) {
     mbarrier_wait(posted + 8u * (SCHEDULER_STAGES + at->index), at->parity ^ 1);
@@ -230,12 +231,12 @@ static __device__ __forceinline__ void publish_tile(scheduler_state *b, uint32_t
     advance(at, SCHEDULER_STAGES);
 }
 
-/* What a warp that reads claims has of the tile that is its next. */
+/* A consumer's position in the queue of published tiles. */
 typedef struct {
     const scheduler_state *state;
-    uint32_t posted; /* barriers, and behind them those of claims that all have seen */
+    uint32_t posted; /* barriers of full places, then of empty ones */
     pipeline_state at;
-    place now; /* along is -1 behind the last */
+    place now; /* the next tile; along is -1 after the last */
 } scheduler_consumer;
 
 static __device__ __forceinline__ void fetch_next_tile(scheduler_consumer *r) {
@@ -278,12 +279,12 @@ static __device__ __forceinline__ void for_tiles_of_width(const gemm_args *a, sc
 typedef struct {
     const CUtensorMap *units, *rows;
     scheduler_state *tiles;
-    /* In shared memory: the ring, and barriers; behind those of posted claims those of seen ones.
-     */
+    /* Producers' view of shared memory: the pipeline, and barriers; `posted` has SCHEDULER_STAGES
+     * of full, then of empty places of the queue. */
     uint32_t weights, x, full, empty, gathered, posted;
 } feed;
 
-/* Asks for a step's units of a tile. */
+/* Copies a step's units of a tile. */
 template <class S>
 static __device__ __forceinline__ void copy_units(const gemm_args *a, const feed *f, const place *p,
                                                   int step, const pipeline_state *slot,
@@ -302,7 +303,8 @@ static __device__ __forceinline__ void copy_units(const gemm_args *a, const feed
                         policy);
 }
 
-/* Claims the tiles, each while the copies of the one before are on their way. */
+/* Acquires the tiles, each while the copies of the one before are in flight, and copies their
+ * units. */
 template <class S>
 static __device__ __forceinline__ void produce_units(const gemm_args *a, const feed *f) {
     pipeline_state slot = {0, 0}, at = {0, 0};
@@ -311,7 +313,7 @@ static __device__ __forceinline__ void produce_units(const gemm_args *a, const f
     int number = (int)blockIdx.x, lane = threadIdx.x % 32;
     while (number < f->tiles->end) {
         place p = find_tile<S>(a, f->tiles, &search, number);
-        int acquired = 0; /* is here when the next tile's turn comes: nothing looks at it before */
+        int acquired = 0; /* arrives before the next tile's turn: nothing uses it earlier */
         publish_tile(f->tiles, f->posted, &at, &p);
         if (lane == 0)
             acquired = count_up(a->acquired);
@@ -361,7 +363,7 @@ static __device__ __forceinline__ void produce_rows(const gemm_args *a, const fe
 
 /* ---- rows that are gathered ---- */
 
-/* Where the rows of a tile begin in x, in 16 bytes: those of lane and lane + 32. */
+/* Offsets in x of a tile's rows, in 16 bytes: rows lane and lane + 32. */
 typedef struct {
     uint32_t offset[2];
 } gathered_rows;
@@ -376,8 +378,8 @@ static __device__ __forceinline__ gathered_rows find_rows(const gemm_args *a, co
     return g;
 }
 
-/* Asks for a step's columns of rows 8 * i + own, 16 bytes of each 64 a lane. `to` is where the
- * first one goes. */
+/* Gathers a step's columns of rows 8 * i + own, 16 bytes of each 64 a lane. `to` is the place of
+ * the first row. */
 template <class S>
 static __device__ __forceinline__ void gather_step(const gemm_args *a, const gathered_rows *g,
                                                    int rows, int own, int step, uint32_t to) {
@@ -400,8 +402,7 @@ static __device__ __forceinline__ void gather_step(const gemm_args *a, const gat
         }
 }
 
-/* By two warps. A step's barrier hears of its copies from the threads that asked, when they have
- * come. */
+/* Gathers rows, by two warps. The copies themselves arrive at a step's barrier. */
 template <class S>
 static __device__ __forceinline__ void gather(const gemm_args *a, const feed *f, int warp) {
     int lane = threadIdx.x % 32, own = 4 * warp + lane / 8;
@@ -419,9 +420,9 @@ static __device__ __forceinline__ void gather(const gemm_args *a, const feed *f,
     });
 }
 
-/* Makes gathered rows known to the copy engine's side, where products read them, in the place of
- * all that multiply, whom that would hold up. By a warp that copies nothing: it would wait for its
- * copies of the steps behind. */
+/* Makes gathered rows visible to the async proxy, by which wgmma reads them, for all consumers,
+ * whom the fence would hold up. A warp without copies does it: others would wait for their copies
+ * of later steps. */
 template <class S>
 static __device__ __forceinline__ void let_products_see(const gemm_args *a, const feed *f) {
     pipeline_state slot = {0, 0};
@@ -442,7 +443,7 @@ template <class S> static __device__ __forceinline__ bool gathers(const gemm_arg
     return S::tokens <= 64 && S::use != OF_D && a->slot;
 }
 
-/* The warps that copy. */
+/* Runs the producer warps. */
 template <class S> static __device__ __forceinline__ void fill(const gemm_args *a, const feed *f) {
     int warp = (int)threadIdx.x / 32 - S::warpgroups * 4;
     if (warp == 0)
@@ -455,14 +456,14 @@ template <class S> static __device__ __forceinline__ void fill(const gemm_args *
         produce_rows<S>(a, f);
 }
 
-/* Barriers of the stages, full and empty ones and those of gathered rows, and of claims, and what
- * tiles there are. By all threads, before anything else. */
+/* Initializes the barriers of stages, gathered rows and published tiles, and notes the tiles. All
+ * threads call, first of all. */
 template <class S>
 static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f) {
-    int readers = S::warpgroups * 4 + (gathers<S>(a) ? COPIERS + 1 : 1); /* of claims */
+    int readers = S::warpgroups * 4 + (gathers<S>(a) ? COPIERS + 1 : 1); /* readers of tiles */
     if (threadIdx.x == 0) {
         for (int i = 0; i < a->stages; i++) {
-            mbarrier_init(f->full + 8u * i, 2); /* of weights and of rows */
+            mbarrier_init(f->full + 8u * i, 2); /* arrivals for weights and for rows */
             mbarrier_init(f->empty + 8u * i, S::warpgroups * 4 * WARP_ARRIVALS);
             mbarrier_init(f->gathered + 8u * i, 32 * COPIERS);
         }
@@ -482,14 +483,14 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f)
     __syncthreads();
 }
 
-/* What a thread multiplies: its ring, and where it puts the scales that it makes of a step and
- * where it finds those that it needs. */
+/* A consumer thread: its pipeline, and places of the scales that it makes of a step and that it
+ * needs. */
 typedef struct {
     nvfp4_prefill::consumer_pipeline pipeline;
     uint32_t made, needed;
 } unit_reader;
 
-/* A thread's reader. `units` and `scales` are where they begin in shared memory. */
+/* Returns a consumer thread's reader; `scales` is where scales begin in shared memory. */
 template <class S>
 static __device__ __forceinline__ unit_reader reader_of(const feed *f, uint32_t scales,
                                                         int stages) {
@@ -541,7 +542,7 @@ template <class S> struct packed_piece {
     uint32_t word[S::depth], scale[S::depth];
 };
 
-/* `scales` is where they are of the first piece. */
+/* Loads a piece; `scales` is the place of the first piece's. */
 template <class S>
 static __device__ __forceinline__ packed_piece<S>
 load_piece(const unit_reader *t, const pipeline_state *slot, uint32_t scales, int piece) {
@@ -580,8 +581,8 @@ static __device__ __forceinline__ void multiply_medium(const uint32_t (&weights)
         wgmma_f16(some, weights, rows);
 }
 
-/* Queues the products of a piece. Of the operand of rows the low half tells where they are: a sum
- * of 64 bits would take more instructions. */
+/* Issues the products of a piece. The low half of the rows' operand has the address: a sum of 64
+ * bits would take more instructions. */
 template <class S>
 static __device__ __forceinline__ void queue_piece(const unit_reader *t, const pipeline_state *slot,
                                                    int piece, const piece_operands<S> *o,
@@ -601,15 +602,14 @@ static __device__ __forceinline__ void queue_piece(const unit_reader *t, const p
     wgmma_commit();
 }
 
-/* The products of these operands have ended: until here they stay in their registers. */
+/* Marks the end of the products of these operands: until here they stay in their registers. */
 template <class S> static __device__ __forceinline__ void give_up(piece_operands<S> *o) {
 #pragma unroll
     for (int i = 0; i < 4 * S::depth; i++)
         asm volatile("" : "+r"(o->group[i / 4][i % 4])::"memory");
 }
 
-/* Adds the products of a tile's steps: a piece is decoded under the products of the one
- * before. */
+/* Multiplies a tile's steps: a piece is decoded under the products of the one before. */
 template <class S>
 static __device__ __forceinline__ void
 multiply(const unit_reader *t, int steps, pipeline_state *slot, float (&sum)[S::waves][S::T / 2]) {
@@ -651,11 +651,11 @@ multiply(const unit_reader *t, int steps, pipeline_state *slot, float (&sum)[S::
     nvfp4_prefill::release<S>(&t->pipeline, &before);
 }
 
-/* The tiles of the block, and the outputs on their way, of a warpgroup. */
+/* A consumer warpgroup: tiles of the block, and staged outputs. */
 typedef struct {
     scheduler_consumer tiles;
     uint32_t room;
-    int next; /* piece of d */
+    int next; /* next piece of d */
     maps_of_d maps;
 } unit_consumer;
 
@@ -683,13 +683,13 @@ static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit
     });
 }
 
-/* In the order of width_after. */
+/* Makes all tiles of the block, in the order of width_after. */
 template <class S>
 static __device__ __forceinline__ void consume(const gemm_args *a, const unit_reader *t, int group,
                                                unit_consumer path) {
     pipeline_state slot = {0, 0};
     wait_for_predecessor();
-    launch_dependents(); /* which know by then that the grouping is done */
+    launch_dependents(); /* the next kernel may rely on the groups */
     fetch_next_tile(&path.tiles);
     make_tiles<S>(a, t, &slot, group, &path);
     if constexpr (S::large) {
@@ -734,8 +734,7 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
     set_up<S>(&a, &f);
     if (threadIdx.x < S::warpgroups * 128) {
         more_registers<S::registers>();
-        int group =
-            __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* the compiler sees it is one */
+        int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); /* uniform */
         unit_reader t = reader_of<S>(&f, scales, a.stages);
         consume<S>(&a, &t, group,
                    {{&tiles, f.posted}, room + group * S::room, 0, {&whole_d, &eight_of_d}});
@@ -747,7 +746,7 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 
 /* ---- launch ---- */
 
-/* What a launch needs to know of a shape and a use. */
+/* A shape and use for the launch. */
 typedef struct {
     int stage, room, warpgroups, box_slabs, units, box_units, box_rows, at_once;
     const void *kernel;
@@ -788,11 +787,11 @@ static unit_variant variant_for(const moe::expert_product *p) {
                            : variant_of_tile<TYPE, OF_GATE_AND_UP>(rows, deep);
 }
 
-/* As many stages as fit beside the outputs; dynamic shared memory is returned. */
+/* Sets the stages that fit beside the outputs; returns the dynamic shared memory. */
 static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
     int stages = (limit - 1024 - BARRIERS * 8 - (int)sizeof(scheduler_state) - v->room) / v->stage;
     a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;
-    MOQ_ASSERT(a->stages >= 2); /* of which one is filled while the other is multiplied */
+    MOQ_ASSERT(a->stages >= 2); /* one is filled while the other is multiplied */
     return a->stages * v->stage + v->room;
 }
 
@@ -810,7 +809,7 @@ static moq_status multiply_nvfp4(const moe::expert_product *p, moq_err *err) {
     int shared = set_stages(&a, &v, device.shared_per_block);
     MOQ_TRY(moq_tensor_map_words(&weights, p->weight->weight, p->call->spec->experts * slabs,
                                  blocks * UNIT_WORDS, v.box_slabs, v.box_units * UNIT_WORDS, err));
-    rows = of_d[0] = of_d[1] = weights; /* not looked at where rows are gathered, and g made */
+    rows = of_d[0] = of_d[1] = weights; /* unused if rows are gathered, and if g is made */
     if (!p->gathered)
         MOQ_TRY(moq_tensor_map_rows(&rows, p->rows->data, p->most_rows, k * 2,
                                     moe::row_bytes(moe::ROWS_VALUES, spec->dtype, k),
@@ -831,7 +830,8 @@ static moe::row_tiling tiling_of(const moq_moe_call *call, double) {
     return {moq_moe_prefill_tile_rows(call->spec, call->config), MOQ_MOE_PREFILL_ROWS_OF_D, false};
 }
 
-/* Small tiles gather their rows; large ones would wait for them (docs/lab/experts-prefill.md). */
+/* Loads x. Small tiles gather their rows; large ones would wait for them
+ * (docs/lab/experts-prefill.md). */
 static moq_status load_x(const moe::slot_chunk *chunk, moe::expert_product *p, moe::expert_rows *x,
                          moq_err *err) {
     const moq_moe_call *call = chunk->call;

@@ -4,14 +4,14 @@
  * Layouts: W packed as prepared; rows e4m3 with a scale a row, their columns in the order of
  * operands (moq_cuda_quantize.paired); g in the layer's dtype, d bfloat16 or float32.
  *
- * Tile: 64 rows of W and the 64 rows beside them, gate and up of the same columns or, of other
- * products, the next ones, by up to 96 or 288 rows of an expert's tokens, which are the columns of
- * the products. One or two producer warpgroups fold (device/nvfp4_fold.h); they put rows of the
- * first 64 and of the others in turns of eight, so that the two rows that a thread of wgmma has are
- * of both. Two warpgroups multiply, both operands in shared memory, a part of the tokens after the
- * other, and add each 128 columns to float32 sums, as FP8 wgmma keeps about 14 bits of its own. Two
- * blocks of a cluster have the same rows and neighbouring rows of W. Each copies half of the rows
- * to both: L2 delivers 23 bytes a cycle and multiprocessor (docs/lab/experts-prefill.md).
+ * Tile: 128 rows of W by up to 96 or 288 rows of an expert's tokens, which are the columns of the
+ * products. The rows of W are 64 of gate and the 64 of up beside them, or, without a gate, the next
+ * ones. One or two producer warpgroups fold (device/nvfp4_fold.h); they put rows of the first 64
+ * and of the others in turns of eight, so that the two rows that a thread of wgmma has are of both.
+ * Two warpgroups multiply, both operands in shared memory, a part of the tokens after the other,
+ * and add each 128 columns to float32 sums, as FP8 wgmma keeps about 14 bits of its own. Two blocks
+ * of a cluster have the same rows and neighbouring rows of W. Each copies half of the rows to both:
+ * L2 delivers 23 bytes a cycle and multiprocessor (docs/lab/experts-prefill.md).
  *
  * Epilogue: a warpgroup has 32 columns of the first half of its tile and the 32 of the second that
  * belong to them. Sums leave 32 tokens at a time through shared memory, by a loop that stays in the
@@ -35,15 +35,15 @@ namespace moq::moe_prefill {
 #define FOLDED_COPIERS 128
 #define FOLDED_STAGES  6 /* at most */
 #define FOLDED_STEP    128
-#define PACKED_SLAB    (2 * MOQ_PACK_BYTES) /* of a step */
-#define PACKED_BOX     (4 * PACKED_SLAB)    /* of 64 rows */
-#define PACKED_FOLDS   (2 * PACKED_BOX)     /* where in a stage powers of two of its rows are, */
-#define PACKED_STAGE   (PACKED_FOLDS + 512) /* if it is the first of a tile */
-#define OPERAND_EIGHT  1024                 /* of eight rows, in the swizzle of 128 bytes */
-#define OPERAND_STAGE  (16 * OPERAND_EIGHT) /* half of it a warpgroup's */
+#define PACKED_SLAB    (2 * MOQ_PACK_BYTES) /* bytes of a slab in a step */
+#define PACKED_BOX     (4 * PACKED_SLAB)    /* bytes of 64 rows */
+#define PACKED_FOLDS   (2 * PACKED_BOX)     /* offset of the powers of two of a stage's rows, */
+#define PACKED_STAGE   (PACKED_FOLDS + 512) /* if it is the first step of a tile */
+#define OPERAND_EIGHT  1024                 /* bytes of eight rows, in the swizzle of 128 bytes */
+#define OPERAND_STAGE  (16 * OPERAND_EIGHT) /* bytes of a stage; half of it is a warpgroup's */
 
-/* Up to 96 rows of tokens, or, WIDE, 288, multiplied in PARTS parts of N. Fewer rows leave
- * registers for twice as many threads that fold. */
+/* Shape of tiles of up to 96 rows of tokens, or, WIDE, 288, multiplied in PARTS parts of N. Fewer
+ * rows leave registers for twice as many threads that fold. */
 template <bool WIDE, int N_, int PARTS_> struct folded_tile {
     static constexpr bool wide = WIDE;
     static constexpr int N = N_, PARTS = PARTS_, T = N * PARTS;
@@ -61,7 +61,7 @@ typedef struct {
 
 /* ---- tiles ---- */
 
-/* Tiles of a pair of blocks: all of W for some rows, then for the next. */
+/* Returns the tiles of a pair of blocks: all of W for some rows, then for the next. */
 static __device__ __forceinline__ tile_queue folded_queue(const gemm_args *a) {
     int along = (a->row_tiles + 1) / 2;
     return {(int)blockIdx.x / 2, a->count[1] * along, (int)gridDim.x / 2};
@@ -72,7 +72,7 @@ static __device__ __forceinline__ place folded_place_at(const gemm_args *a, int 
     return {a->tiles[tile], 2 * (number - tile * along) + (int)rank_in_cluster()};
 }
 
-/* The first tile of a queue, if there is one, and the one after. Whoever needs them asks a tile
+/* Returns the place of a queue's first tile, if there is one. Warps that need places ask a tile
  * ahead. */
 static __device__ __forceinline__ place folded_place(const gemm_args *a, const tile_queue *q) {
     return folded_place_at(a, min(q->number, max(q->end - 1, 0)));
@@ -83,8 +83,7 @@ static __device__ __forceinline__ place folded_place_after(const gemm_args *a,
     return folded_place_at(a, min(q->number + q->stride, q->end - 1));
 }
 
-/* The first of the 64 rows of W, within the expert, of the first half of a tile or of the second,
- * and their end. */
+/* Returns the first of the 64 rows of W, within the expert, of a half of a tile. */
 template <product_use USE>
 static __device__ __forceinline__ int first_row(const gemm_args *a, int along, int half) {
     return USE == OF_GATE_AND_UP ? half * a->half + along * 64 : along * 128 + half * 64;
@@ -97,15 +96,14 @@ static __device__ __forceinline__ int end_of_rows(const gemm_args *a, int half) 
 
 /* ---- rings ---- */
 
-/* Barriers of the stages: rows are there, operands are there, both may be replaced; packed weights
- * are there, and may be replaced. */
+/* Barriers of the stages: rows full, operands full, both empty; packed weights full, and empty. */
 typedef struct {
     uint32_t rows, operands, empty, packed, unpacked;
 } folded_barriers;
 
 #define FOLDED_BARRIERS (5 * FOLDED_STAGES)
 
-/* By all threads, before anything else. */
+/* Initializes the barriers; all threads call, first of all. */
 template <class S>
 static __device__ __forceinline__ folded_barriers make_folded_barriers(const folded_args *f,
                                                                        uint64_t *memory) {
@@ -122,14 +120,14 @@ static __device__ __forceinline__ folded_barriers make_folded_barriers(const fol
         }
         mbarrier_init_fence();
     }
-    cluster_sync(); /* the other block knows them, too */
+    cluster_sync(); /* visible to the other block */
     return b;
 }
 
 /* ---- copies ---- */
 
-/* Packed weights, 64 rows by 128 columns in a box, with the powers of two of a tile's rows beside
- * those of its first step. */
+/* Copies packed weights, 64 rows by 128 columns in a box, and the powers of two of a tile's rows
+ * beside its first step. */
 template <product_use USE>
 static __device__ __forceinline__ void produce_packed(const folded_args *f, const CUtensorMap *map,
                                                       const folded_barriers *b, uint32_t pipeline) {
@@ -172,7 +170,7 @@ static __device__ __forceinline__ void produce_packed(const folded_args *f, cons
     }
 }
 
-/* Rows in boxes of S::box_rows, every other one of this block, for both. */
+/* Copies rows in boxes of S::box_rows, every other box by this block, for both blocks. */
 template <class S>
 static __device__ __forceinline__ void
 produce_shared_rows(const gemm_args *a, const CUtensorMap *map, const folded_barriers *b,
@@ -204,8 +202,8 @@ produce_shared_rows(const gemm_args *a, const CUtensorMap *map, const folded_bar
 
 /* ---- folding ---- */
 
-/* The operand of a unit, a row's 64 columns in four pieces of 16 bytes: rows g of the slab and,
- * two eights behind, rows g + 8. `to` is the place of the lane's row and piece. */
+/* Stores the operand of a unit, a row's 64 columns in four pieces of 16 bytes: rows g of the slab
+ * and, two eights further, rows g + 8. `to` is the place of the lane's row and piece. */
 static __device__ __forceinline__ void store_folded(uint32_t to, const uint32_t (&a)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -214,23 +212,22 @@ static __device__ __forceinline__ void store_folded(uint32_t to, const uint32_t 
     }
 }
 
-/* The powers of two of rows g and g + 8 of a slab, at `from`. */
+/* Reads the powers of two of rows g and g + 8 of a slab, at `from`. */
 static __device__ __forceinline__ uint32_t read_folds(uint32_t from) {
     uint32_t at = from + threadIdx.x % 32 / 4 * 4;
     return moq_pack_folds(__uint_as_float(load_shared_word(at)),
                           __uint_as_float(load_shared_word(at + 32)));
 }
 
-/* Where a lane stores unit `unit` of slab `slab` of the first half in the first stage; those of the
- * second half are an eight behind. The other unit of a step is where bit 6 is another one. */
+/* Returns where a lane stores unit `unit` of slab `slab` of the first half in the first stage. The
+ * second half is an eight further; the other unit of a step differs in bit 6. */
 static __device__ __forceinline__ uint32_t place_of_unit(uint32_t operands, int slab, int unit) {
     int row = threadIdx.x % 8, piece = unit * 4 + threadIdx.x % 32 / 8;
     return operands + slab * (4 * OPERAND_EIGHT) + row * 128 + (piece ^ row) * 16;
 }
 
 /* Folds the weights of all steps of a block. A warp has slab `warp % 4` of both halves, both units
- * of a step or, where there are eight warps, unit `warp / 4`. `packed` and `operands` are the
- * rings. */
+ * of a step or, with eight warps, unit `warp / 4`. `packed` and `operands` are the pipelines. */
 template <class S>
 static __device__ __forceinline__ void fold_weights(const gemm_args *a, const folded_barriers *b,
                                                     uint32_t packed, uint32_t operands, int warp) {
@@ -274,7 +271,7 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
 
 /* ---- products ---- */
 
-/* What a thread multiplies: the operand of its warpgroup and all rows, in the first stage. */
+/* A consumer's pipeline: the operand of its warpgroup and all rows, in the first stage. */
 typedef struct {
     folded_barriers barriers;
     uint64_t w, x;
@@ -286,7 +283,7 @@ static __device__ __forceinline__ void await(const folded_pipeline *t, const pip
     mbarrier_wait(t->barriers.rows + 8u * slot->index, slot->parity);
 }
 
-/* c = products of a step with a part of the rows. */
+/* Issues c = products of a step with a part of the rows. */
 template <class S>
 static __device__ __forceinline__ void issue(const folded_pipeline *t, const pipeline_state *slot,
                                              int part, float (&c)[S::N / 2]) {
@@ -299,7 +296,7 @@ static __device__ __forceinline__ void issue(const folded_pipeline *t, const pip
     wgmma_commit();
 }
 
-/* Products of a part end, and are added to its sums. */
+/* Waits for the products of a part and adds them to its sums. */
 template <class S>
 static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], int part,
                                                float (&c)[S::N / 2]) {
@@ -310,8 +307,8 @@ static __device__ __forceinline__ void promote(float (&sum)[S::T / 2], int part,
         sum[part * (S::N / 2) + i] += c[i];
 }
 
-/* Adds the products of all steps of a tile. While sums are added here, the other warpgroup has the
- * tensor cores. */
+/* Multiplies all steps of a tile. While sums are added here, the other warpgroup has the tensor
+ * cores. */
 template <class S>
 static __device__ __forceinline__ void
 multiply_folded(const folded_pipeline *t, int steps, pipeline_state *slot, float (&sum)[S::T / 2]) {
@@ -319,7 +316,7 @@ multiply_folded(const folded_pipeline *t, int steps, pipeline_state *slot, float
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         await(t, slot);
-        fence_async_proxy(); /* here, where nobody waits for what it stored itself */
+        fence_async_proxy(); /* here, as a consumer stored nothing that it would wait for */
 #pragma unroll
         for (int part = 0; part < S::PARTS; part++) {
             issue<S>(t, slot, part, c);
@@ -331,12 +328,12 @@ multiply_folded(const folded_pipeline *t, int steps, pipeline_state *slot, float
     }
 }
 
-#define OUT_ROWS    32                     /* tokens that leave at a time */
-#define OUT_COLUMNS 32                     /* columns of a warpgroup and half */
-#define OUT_HALF    (OUT_ROWS * 128)       /* bytes of d of a half, */
-#define OUT_BYTES   (2 * 2 * 2 * OUT_HALF) /* and of all room: two warpgroups, two halves, twice */
+#define OUT_ROWS    32                     /* tokens of an epilogue step */
+#define OUT_COLUMNS 32                     /* columns of a warpgroup in a half */
+#define OUT_HALF    (OUT_ROWS * 128)       /* staged bytes of d of a half */
+#define OUT_BYTES   (2 * 2 * 2 * OUT_HALF) /* of two warpgroups, halves and buffers */
 
-/* store_box_2d (device/ptx.h), as one of several that commit_boxes() makes a group. */
+/* Stores a box like store_box_2d (device/ptx.h), as one of several that commit_boxes() groups. */
 static __device__ __forceinline__ void put_box_2d(const CUtensorMap *map, int c0, int c1,
                                                   uint32_t from) {
     asm volatile(
@@ -349,23 +346,24 @@ static __device__ __forceinline__ void commit_boxes(void) {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* What this thread's groups of boxes store has been read, but for the last `pending` of them. */
+/* Waits until at most `pending` of this thread's groups of boxes are still reading shared
+ * memory. */
 template <int pending> static __device__ __forceinline__ void wait_for_boxes(void) {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-/* What rows of W, the first half's and then the second's, and tokens bring to a warpgroup's part of
- * a tile. */
+/* Epilogue operands of a warpgroup: of rows of W, the first half's and then the second's, and of
+ * tokens. */
 typedef struct {
     float factor[64], fold[64], bias[64], x[288];
 } folded_epilogue_operands;
 
-/* Where a warpgroup's outputs leave. */
+/* The output path of a warpgroup. */
 typedef struct {
     const CUtensorMap *map; /* of d, in boxes of OUT_ROWS by 32 columns */
     folded_epilogue_operands *state;
-    uint32_t room; /* for OUT_ROWS tokens, twice */
-    int turn;      /* which of the two is next */
+    uint32_t room; /* two buffers of OUT_ROWS tokens */
+    int turn;      /* number of the next buffer */
 } folded_path;
 
 template <product_use USE>
@@ -374,7 +372,7 @@ static __device__ __forceinline__ int first_column(const gemm_args *a, const pla
     return first_row<USE>(a, p->along, half) + group * OUT_COLUMNS;
 }
 
-/* Asks for what a tile's rows and tokens bring. */
+/* Loads the epilogue operands of a tile's rows and tokens. */
 template <product_use USE>
 static __device__ __forceinline__ void fetch_epilogue_operands(const folded_args *f, const place *p,
                                                                int group,
@@ -396,11 +394,11 @@ static __device__ __forceinline__ void fetch_epilogue_operands(const folded_args
     copy_async_commit();
 }
 
-/* Factors and biases of a thread's rows. */
+/* Returns factors and biases of a thread's rows. */
 static __device__ __forceinline__ terms
 read_epilogue_operands(const gemm_args *a, const folded_epilogue_operands *state) {
     int own = threadIdx.x % 128 / 32 * 8 + threadIdx.x % 32 / 4;
-    terms e = {{0.0f, 0.0f}, {-0.0f, -0.0f}}; /* whoever adds -0 adds nothing */
+    terms e = {{0.0f, 0.0f}, {-0.0f, -0.0f}}; /* adding -0 changes nothing */
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         e.factor[i] = state->factor[own + 32 * i] * moq_unfold(state->fold[own + 32 * i]);
@@ -410,8 +408,8 @@ read_epilogue_operands(const gemm_args *a, const folded_epilogue_operands *state
     return e;
 }
 
-/* The sums of chunk NUMBER. The comment keeps the compiler from making a choice for each number and
- * chunk of what is a jump. */
+/* Copies the sums of chunk NUMBER. The assembly comment keeps the compiler from turning a jump into
+ * selects for each sum. */
 template <int NUMBER, int ALL>
 static __device__ __forceinline__ void take_sums(const float (&sum)[ALL], float (&own)[16]) {
     asm volatile("// chunk %0" ::"n"(NUMBER));
@@ -420,7 +418,7 @@ static __device__ __forceinline__ void take_sums(const float (&sum)[ALL], float 
         own[k] = NUMBER * 16 + k < ALL ? sum[NUMBER * 16 + k < ALL ? NUMBER * 16 + k : 0] : 0.0f;
 }
 
-/* The sums of one chunk of tokens. */
+/* Copies the sums of one chunk of tokens. */
 template <int ALL>
 static __device__ __forceinline__ void choose_sums(const float (&sum)[ALL], int chunk,
                                                    float (&own)[16]) {
@@ -446,7 +444,7 @@ static __device__ __forceinline__ void choose_sums(const float (&sum)[ALL], int 
     }
 }
 
-/* The four sums of eight tokens, finished: those of the first half's row, then of the second's. */
+/* Finishes four sums of eight tokens: those of the first half's row, then of the second's. */
 static __device__ __forceinline__ void finish_four(const terms *e, const float *x, const float *sum,
                                                    float (&value)[4]) {
     float2 own = *(const float2 *)(x + threadIdx.x % 4 * 2);
@@ -457,8 +455,7 @@ static __device__ __forceinline__ void finish_four(const terms *e, const float *
 
 /* ---- outputs of 16 bits ---- */
 
-/* Parks g of a chunk, or d, 64 bytes a token; where there is no gate, that of the second half
- * behind. */
+/* Stages g of a chunk, or d, 64 bytes a token; without a gate, the second half follows. */
 template <product_use USE, kind_of_code KIND>
 static __device__ __forceinline__ void stage_g(const gemm_args *a, uint32_t room, const terms *e,
                                                const float *x, const float (&sum)[16]) {
@@ -483,7 +480,7 @@ static __device__ __forceinline__ void stage_g(const gemm_args *a, uint32_t room
                               matrix[i]);
 }
 
-/* Writes what was parked, of `count` tokens from row `row` on: four threads have one. */
+/* Stores staged outputs of `count` tokens from row `row` on: four threads have one. */
 template <product_use USE>
 static __device__ __forceinline__ void carry_g(const gemm_args *a, uint32_t room, const place *p,
                                                int group, int64_t row, int count) {
@@ -510,7 +507,7 @@ static __device__ __forceinline__ void write_folded_g(const gemm_args *a, const 
         float own[16];
         choose_sums(sum, chunk, own);
         stage_g<USE, KIND>(a, room, &e, w->state->x + first, own);
-        barrier_sync(2 + group, 128); /* whoever was here has stored what was in the other room */
+        barrier_sync(2 + group, 128); /* all threads have stored the other buffer */
         carry_g<USE>(a, room, p, group, p->rows.first + first, p->rows.rows - first);
         w->turn ^= 1;
     }
@@ -518,7 +515,7 @@ static __device__ __forceinline__ void write_folded_g(const gemm_args *a, const 
 
 /* ---- d in float32 ---- */
 
-/* Parks d of a chunk in the 128-byte swizzle. */
+/* Stages d of a chunk in the 128-byte swizzle. */
 static __device__ __forceinline__ void stage_d(uint32_t room, const terms *e, const float *x,
                                                const float (&sum)[16]) {
     int lane = threadIdx.x % 32, column = threadIdx.x % 128 / 32 * 8 + lane / 4;
@@ -536,7 +533,7 @@ static __device__ __forceinline__ void stage_d(uint32_t room, const terms *e, co
     }
 }
 
-/* Writes what was parked of an expert's last rows, behind which there are others'. */
+/* Stores staged d of an expert's last rows, which rows of others follow. */
 static __device__ __forceinline__ void carry_d(const gemm_args *a, uint32_t room, int column,
                                                int64_t row, int count) {
 #pragma unroll 1
@@ -561,7 +558,7 @@ static __device__ __forceinline__ void write_folded_d(const gemm_args *a, const 
         float own[16];
         choose_sums(sum, chunk, own);
         if (thread == 0)
-            wait_for_boxes<1>(); /* the other room may be leaving still */
+            wait_for_boxes<1>(); /* the other buffer may still be leaving */
         barrier_sync(2 + group, 128);
         stage_d(room, &e, w->state->x + first, own);
         fence_async_proxy();
@@ -574,13 +571,13 @@ static __device__ __forceinline__ void write_folded_d(const gemm_args *a, const 
                 if (count == OUT_ROWS && column + half * 64 < a->n)
                     put_box_2d(w->map, (column + half * 64) * 4, p->rows.first + first,
                                room + half * OUT_HALF);
-            commit_boxes(); /* none is one, too: the wait counts them */
+            commit_boxes(); /* an empty group counts, too */
         }
         w->turn ^= 1;
     }
 }
 
-/* Writes what a warpgroup has of a tile. */
+/* Writes a warpgroup's outputs of a tile. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void write_folded(const gemm_args *a, const place *p, int group,
                                                     folded_path *w, const float (&sum)[S::T / 2]) {
@@ -605,19 +602,19 @@ make_folded_tile(const folded_args *f, const folded_pipeline *t, const tile_queu
     float sum[S::T / 2] = {};
     fetch_epilogue_operands<USE>(f, p, group, w->state);
     multiply_folded<S>(t, f->gemm.steps, slot, sum);
-    place next = folded_place_after(&f->gemm, q); /* comes while outputs leave */
+    place next = folded_place_after(&f->gemm, q); /* loaded during the epilogue */
     write_folded<S, USE>(&f->gemm, p, group, w, sum);
     *p = next;
 }
 
-/* Makes a tile by the least products that have room for its rows and code for the activation. */
+/* Makes a tile with the narrowest products that hold its rows and have code for the activation. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void
 make_fitting_tile(const folded_args *f, const folded_pipeline *t, const tile_queue *q, place *p,
                   pipeline_state *slot, int group, folded_path *w) {
     constexpr bool WIDE = S::wide;
     constexpr int LEAST = WIDE ? 96 : 32, SOME = WIDE ? 192 : 64;
-    int rows = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* the compiler sees it is one */
+    int rows = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* uniform */
     if (!is_usual<USE>(&f->gemm.act))
         rows = S::tokens;
     if (rows <= LEAST)
@@ -634,7 +631,7 @@ static __device__ __forceinline__ void
 consume_folded(const folded_args *f, const folded_pipeline *t, int group, folded_path *w) {
     pipeline_state slot = {0, 0};
     wait_for_predecessor();
-    launch_dependents(); /* which know by then that the grouping is done */
+    launch_dependents(); /* the next kernel may rely on the groups */
     tile_queue q = folded_queue(&f->gemm);
     place p = folded_place(&f->gemm, &q);
     for (; q.number < q.end; q.number += q.stride)
@@ -655,7 +652,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
     uint32_t x = fixed_shared_address(smem), room = x + f.gemm.stages * S::token_bytes;
     uint32_t operands = room + OUT_BYTES, packed = operands + f.gemm.stages * OPERAND_STAGE;
     folded_barriers b = make_folded_barriers<S>(&f, barrier);
-    int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* the compiler sees it is one */
+    int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* uniform */
     if (warp < MULTIPLIERS / 32) {
         more_registers<S::registers>();
         int group = warp / 4;
@@ -675,12 +672,12 @@ static __global__ void __launch_bounds__(S::threads, 1)
             produce_shared_rows<S>(&f.gemm, &rows, &b, x);
     }
     __syncwarp();
-    cluster_sync(); /* the other block may still copy to this one */
+    cluster_sync(); /* the other block may still copy into this one */
 }
 
 /* ---- launch ---- */
 
-/* What a launch needs to know of a shape: the kernels by what they are for. */
+/* A shape for the launch: kernels by product_use. */
 typedef struct {
     int stage, box_rows, threads;
     const void *kernel[3];
@@ -695,7 +692,7 @@ template <bool WIDE> static folded_variant folded_variant_of(void) {
              (const void *)experts_folded<S, OF_ONE>, (const void *)experts_folded<S, OF_D>}};
 }
 
-/* As many stages as fit. Dynamic shared memory is returned. */
+/* Sets the stages that fit; returns the dynamic shared memory. */
 static int folded_smem_layout(folded_args *f, const folded_variant *v, int limit) {
     int fixed = 1024 + FOLDED_BARRIERS * 8 + 2 * (int)sizeof(folded_epilogue_operands) + OUT_BYTES;
     int stages = (limit - fixed) / v->stage;
@@ -725,7 +722,7 @@ static moq_status multiply_nvfp4_fp8(const moe::expert_product *p, moq_err *err)
                                  blocks * (MOQ_PACK_BYTES / 8), 4, PACKED_SLAB / 8, err));
     MOQ_TRY(
         moq_tensor_map_rows(&rows, p->rows->data, p->most_rows, k, k, (uint32_t)v.box_rows, err));
-    outputs = rows; /* not looked at where g comes out */
+    outputs = rows; /* unused by the first product */
     if (!p->first)
         MOQ_TRY(moq_tensor_map_rows(&outputs, p->out, p->most_rows, n * 4, n * 4, OUT_ROWS, err));
     moq_launch launch = {.what = "product of experts",
@@ -755,8 +752,8 @@ static moq_status load_x(const moe::slot_chunk *chunk, moe::expert_product *p, m
     return make_paired_rows_of_x(chunk, p->groups, x, err);
 }
 
-/* The scale of g is that of a whole row, of which no block has all columns, so values are written.
- */
+/* Returns bytes of a row of values of g: their scale is of a whole row, of which no block has all
+ * columns. */
 static int64_t u_bytes(const moq_moe_call *call) {
     const moq_linear_spec *w2 = &call->spec->w2;
     return moe::row_bytes(moe::ROWS_VALUES, w2->dtype, w2->in_features);
