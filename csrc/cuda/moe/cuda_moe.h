@@ -16,7 +16,7 @@ extern "C" {
 /* Experts of a layer at most, whose slots are sorted on the device. */
 #define MOQ_CUDA_MOE_EXPERTS 1024
 
-/* ---- any chip, any number of tokens: as the linears of cuda/linear ---- */
+/* ---- any chip, any number of tokens: the linears of cuda/linear with an expert ---- */
 
 /* CUDA cores: every layer; sm_80 and up. */
 moq_status moq_cuda_moe_simt(const moq_moe_call *call, moq_err *err);

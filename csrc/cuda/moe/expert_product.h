@@ -15,7 +15,7 @@ typedef struct {
     const uint8_t *weight, *weight_scale;
     const float *output_scale, *fold_scale, *input_scale, *bias; /* each may be NULL */
     int64_t weight_step, scale_step, n;
-    int parts;
+    int partition_count;
 } expert_stack;
 
 static inline expert_stack stack_of(const expert_product *p) {

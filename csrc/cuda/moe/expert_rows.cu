@@ -35,23 +35,24 @@ typedef struct {
     const float *weights; /* router weights on the input, or NULL */
     slot_tensor weight_at;
     const float *smooth;      /* [E, K] or NULL */
-    const float *input_scale; /* [E, parts] */
-    int parts;
+    const float *input_scale; /* [E, partitions] */
+    int partition_count;
     void *out;
     int64_t stride; /* bytes of a row of out */
     float *scales;
 } row_args;
 
-static __host__ __device__ constexpr bool is_values(row_format form) {
-    return form == ROWS_VALUES || form == ROWS_AMAX;
+static __host__ __device__ constexpr bool is_values(row_format format) {
+    return format == ROWS_VALUES || format == ROWS_AMAX;
 }
 
-static __host__ __device__ constexpr bool is_halves(row_format form) {
-    return form == ROWS_HALVES_TENSOR || form == ROWS_HALVES_TOKEN || form == ROWS_HALVES_NVFP4;
+static __host__ __device__ constexpr bool is_halves(row_format format) {
+    return format == ROWS_HALVES_TENSOR || format == ROWS_HALVES_TOKEN ||
+           format == ROWS_HALVES_NVFP4;
 }
 
-static __host__ __device__ constexpr bool has_row_scales(row_format form) {
-    return form == ROWS_AMAX || form == ROWS_TOKEN || form == ROWS_HALVES_TOKEN;
+static __host__ __device__ constexpr bool has_row_scales(row_format format) {
+    return format == ROWS_AMAX || format == ROWS_TOKEN || format == ROWS_HALVES_TOKEN;
 }
 
 /* ---- values ---- */
@@ -188,28 +189,28 @@ static __device__ __forceinline__ void store_values(const row_args *a, moq_dtype
 }
 
 /* Stores the values of a thread's codes as float16. */
-template <row_format FORM>
+template <row_format FORMAT>
 static __device__ __forceinline__ void store_halves(const row_args *a, int row, int64_t column,
                                                     float scale, float (&value)[16]) {
-    if (FORM == ROWS_HALVES_NVFP4)
+    if (FORMAT == ROWS_HALVES_NVFP4)
         round_nvfp4(value, scale);
-    if (FORM == ROWS_HALVES_TOKEN)
+    if (FORMAT == ROWS_HALVES_TOKEN)
         moq_divide(value, scale, scale > 1e-12f && scale < 1e30f);
 #pragma unroll
-    for (int i = 0; i < 16 && FORM != ROWS_HALVES_NVFP4; i++)
-        value[i] = round_e4m3(FORM == ROWS_HALVES_TENSOR ? __fmul_rn(value[i], scale) : value[i]);
+    for (int i = 0; i < 16 && FORMAT != ROWS_HALVES_NVFP4; i++)
+        value[i] = round_e4m3(FORMAT == ROWS_HALVES_TENSOR ? __fmul_rn(value[i], scale) : value[i]);
     store_values(a, MOQ_DT_F16, row, column, value);
 }
 
 /* Stores codes of a thread's columns; the eight lanes of a group call together. */
-template <row_format FORM>
+template <row_format FORMAT>
 static __device__ __forceinline__ void store_codes(const row_args *a, const row_place *p,
                                                    int64_t column, float scale,
                                                    float (&value)[16]) {
     uint4 codes;
-    if (FORM == ROWS_TENSOR) {
+    if (FORMAT == ROWS_TENSOR) {
         codes = moq_codes_multiplied(value, scale);
-    } else if (FORM == ROWS_TOKEN) {
+    } else if (FORMAT == ROWS_TOKEN) {
         codes = moq_codes_divided(value, scale);
     } else {
         scale = moq_group_scale(__uint_as_float(moq_max_of_lanes(moq_amax_bits(value), 8)));
@@ -222,21 +223,21 @@ static __device__ __forceinline__ void store_codes(const row_args *a, const row_
 }
 
 /* Stores a thread's values in the format of the product; lanes call together. */
-template <row_format FORM>
+template <row_format FORMAT>
 static __device__ __forceinline__ void store_row(const row_args *a, const row_place *p,
                                                  int64_t column, float scale, float (&value)[16]) {
-    if (!is_values(FORM) && !is_halves(FORM))
-        store_codes<FORM>(a, p, column, scale, value);
+    if (!is_values(FORMAT) && !is_halves(FORMAT))
+        store_codes<FORMAT>(a, p, column, scale, value);
     else if (column >= a->k)
         return;
-    else if (is_halves(FORM))
-        store_halves<FORM>(a, p->row, column, scale, value);
+    else if (is_halves(FORMAT))
+        store_halves<FORMAT>(a, p->row, column, scale, value);
     else
         store_values(a, a->dtype, p->row, column, value);
 }
 
 /* Makes rows of x or u. KEPT is 0 if rows have no scales of their own. */
-template <bool OF_U, row_format FORM, int KEPT>
+template <bool OF_U, row_format FORMAT, int KEPT>
 static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constant__ row_args a) {
     launch_dependents();
     wait_for_predecessor();
@@ -245,25 +246,25 @@ static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constan
         return;
     row_place p = place_of<OF_U>(&a, row);
     float scale = 1.0f;
-    if (FORM == ROWS_TENSOR || FORM == ROWS_HALVES_TENSOR)
-        scale = __frcp_rn(a.input_scale[p.expert * a.parts]);
-    if (FORM == ROWS_HALVES_NVFP4)
-        scale = a.input_scale[p.expert * a.parts];
+    if (FORMAT == ROWS_TENSOR || FORMAT == ROWS_HALVES_TENSOR)
+        scale = __frcp_rn(a.input_scale[p.expert * a.partition_count]);
+    if (FORMAT == ROWS_HALVES_NVFP4)
+        scale = a.input_scale[p.expert * a.partition_count];
     int64_t column = (int64_t)threadIdx.x * 16, base = 0;
     if constexpr (KEPT > 0) {
         float kept[KEPT][16] = {}, amax = find_amax<OF_U>(&a, &p, kept);
         scale = moq_token_scale(amax);
         if (threadIdx.x == 0)
-            a.scales[row] = FORM == ROWS_AMAX ? amax : scale;
+            a.scales[row] = FORMAT == ROWS_AMAX ? amax : scale;
 #pragma unroll
         for (int i = 0; i < KEPT; i++, base += SPAN)
-            store_row<FORM>(&a, &p, base + column, scale, kept[i]);
+            store_row<FORMAT>(&a, &p, base + column, scale, kept[i]);
     }
     for (; base < a.k; base += SPAN) { /* lanes of a warp loop together */
         float value[16] = {};
         if (base + column < a.k)
             make_values<OF_U>(&a, &p, base + column, value);
-        store_row<FORM>(&a, &p, base + column, scale, value);
+        store_row<FORMAT>(&a, &p, base + column, scale, value);
     }
 }
 
@@ -315,19 +316,19 @@ static __device__ __forceinline__ uint32_t halves_of_e2m1(uint32_t byte, float b
 
 /* Copies a row as the float16 values of its codes, without its scale. Columns are a multiple of 16,
  * as in NVFP4 weights. */
-template <row_format FORM>
+template <row_format FORMAT>
 static __device__ __forceinline__ void copy_halves(const code_args *a, int64_t token, int row) {
     const uint8_t *from = a->codes + token * a->next;
     for (int64_t group = threadIdx.x; group < a->stride / 32; group += THREADS) {
         uint32_t word[8];
         float block = 0.0f;
-        if (FORM == ROWS_HALVES_NVFP4) {
+        if (FORMAT == ROWS_HALVES_NVFP4) {
             int64_t at = slot_offset(&a->scale_at, token, (int)group);
             block = moq_widen_pair(halves_of_e4m3(((const uint8_t *)a->x_scale)[at]), MOQ_DT_F16).x;
         }
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            word[i] = FORM == ROWS_HALVES_NVFP4
+            word[i] = FORMAT == ROWS_HALVES_NVFP4
                           ? halves_of_e2m1(from[group * 8 + i], block)
                           : halves_of_e4m3(((const uint16_t *)from)[group * 8 + i]);
         uint4 *to = (uint4 *)(a->out + row * a->stride) + group * 2;
@@ -336,7 +337,7 @@ static __device__ __forceinline__ void copy_halves(const code_args *a, int64_t t
     }
 }
 
-template <row_format FORM>
+template <row_format FORMAT>
 static __global__ void __launch_bounds__(THREADS) copy_codes(const __grid_constant__ code_args a) {
     launch_dependents();
     wait_for_predecessor();
@@ -344,13 +345,13 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(const __grid_consta
     if (row >= a.groups.count[0] || a.groups.slot[row] < 0)
         return;
     int64_t token = a.first + a.groups.slot[row] / a.top_k;
-    if (is_halves(FORM))
-        copy_halves<FORM>(&a, token, row);
+    if (is_halves(FORMAT))
+        copy_halves<FORMAT>(&a, token, row);
     else
         copy_code_row(&a, token, row);
-    for (int i = threadIdx.x; i < a.x_scales && FORM != ROWS_HALVES_NVFP4; i += THREADS) {
+    for (int i = threadIdx.x; i < a.x_scales && FORMAT != ROWS_HALVES_NVFP4; i += THREADS) {
         int64_t at = slot_offset(&a.scale_at, token, i);
-        if (FORM == ROWS_NVFP4)
+        if (FORMAT == ROWS_NVFP4)
             ((uint8_t *)a.scales)[(int64_t)row * a.x_scales + i] = ((const uint8_t *)a.x_scale)[at];
         else /* a token scale is the only one, at i = 0 */
             ((float *)a.scales)[i * a.scale_stride + row] = ((const float *)a.x_scale)[at];
@@ -359,33 +360,33 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(const __grid_consta
 
 /* ---- launch ---- */
 
-int64_t row_bytes(row_format form, moq_dtype dtype, int64_t columns) {
-    if (form == ROWS_NVFP4)
+int64_t row_bytes(row_format format, moq_dtype dtype, int64_t columns) {
+    if (format == ROWS_NVFP4)
         return (columns / 2 + 15) / 16 * 16;
-    int64_t size = is_values(form) ? (int64_t)moq_dtype_size(dtype) : is_halves(form) ? 2 : 1;
+    int64_t size = is_values(format) ? (int64_t)moq_dtype_size(dtype) : is_halves(format) ? 2 : 1;
     return (columns + 15) / 16 * 16 * size;
 }
 
-int64_t scale_bytes(row_format form, int64_t rows, int64_t columns) {
-    if (form == ROWS_GROUP)
+int64_t scale_bytes(row_format format, int64_t rows, int64_t columns) {
+    if (format == ROWS_GROUP)
         return rows * ((columns + 127) / 128) * (int64_t)sizeof(float);
-    if (form == ROWS_NVFP4)
+    if (format == ROWS_NVFP4)
         return rows * (columns / 16);
-    return has_row_scales(form) ? rows * (int64_t)sizeof(float) : 0;
+    return has_row_scales(format) ? rows * (int64_t)sizeof(float) : 0;
 }
 
 /* Returns the kernel for rows with scales of their own. It keeps a span of columns, or of x four
  * spans if these are the whole row. The code for u is too large for a second instance. */
-template <bool OF_U, row_format FORM> static const void *kernel_keeping(int64_t columns) {
+template <bool OF_U, row_format FORMAT> static const void *kernel_keeping(int64_t columns) {
     if constexpr (!OF_U) {
         if (columns > SPAN && columns <= 4 * SPAN)
-            return (const void *)make_rows<OF_U, FORM, 4>;
+            return (const void *)make_rows<OF_U, FORMAT, 4>;
     }
-    return (const void *)make_rows<OF_U, FORM, 1>;
+    return (const void *)make_rows<OF_U, FORMAT, 1>;
 }
 
-template <bool OF_U> static const void *kernel_for(row_format form, int64_t columns) {
-    switch (form) {
+template <bool OF_U> static const void *kernel_for(row_format format, int64_t columns) {
+    switch (format) {
     case ROWS_AMAX:
         return kernel_keeping<OF_U, ROWS_AMAX>(columns);
     case ROWS_TENSOR:
@@ -430,17 +431,17 @@ static row_args args_of(const slot_chunk *chunk, const slot_groups *groups,
     a.groups = *groups;
     a.smooth = weight->pre_quant_scale;
     a.input_scale = weight->input_scale;
-    a.parts = spec->partition_count;
+    a.partition_count = spec->partition_count;
     a.out = rows->data;
-    a.stride = row_bytes(rows->form, spec->dtype, spec->in_features);
+    a.stride = row_bytes(rows->format, spec->dtype, spec->in_features);
     a.scales = (float *)rows->scales;
     a.scale_stride = rows->scale_stride;
     return a;
 }
 
 /* Returns the kernel that copies codes; a scale of a row is copied like scales of groups. */
-static const void *code_kernel_for(row_format form) {
-    switch (form) {
+static const void *code_kernel_for(row_format format) {
+    switch (format) {
     case ROWS_NVFP4:
         return (const void *)copy_codes<ROWS_NVFP4>;
     case ROWS_HALVES_NVFP4:
@@ -470,11 +471,11 @@ static moq_status copy_rows_of_codes(const slot_chunk *chunk, const slot_groups 
     a.top_k = call->spec->top_k;
     a.groups = *groups;
     a.out = (uint8_t *)rows->data;
-    a.stride = row_bytes(rows->form, w13->dtype, w13->in_features);
+    a.stride = row_bytes(rows->format, w13->dtype, w13->in_features);
     a.scales = rows->scales;
     a.scale_stride = rows->scale_stride;
-    return launch("rows of experts", code_kernel_for(rows->form), dim3((unsigned)most_rows(chunk)),
-                  THREADS, call->stream, &a, err);
+    return launch("rows of experts", code_kernel_for(rows->format),
+                  dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 
 moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
@@ -488,7 +489,7 @@ moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
         a.weights = (const float *)call->weights->data;
         a.weight_at = slot_tensor_of(call->weights);
     }
-    return launch("rows of experts", kernel_for<false>(rows->form, a.k),
+    return launch("rows of experts", kernel_for<false>(rows->format, a.k),
                   dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 
@@ -501,7 +502,7 @@ moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, co
     a.act = activation_of(spec);
     a.gated = spec->gated;
     a.aligned = a.k % 4 == 0;
-    return launch("activation of experts", kernel_for<true>(rows->form, a.k),
+    return launch("activation of experts", kernel_for<true>(rows->format, a.k),
                   dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 
@@ -512,7 +513,7 @@ moq_status make_rows_of_g(const slot_chunk *chunk, const slot_groups *groups, co
     row_args a = args_of(chunk, groups, w2, &call->w2, rows);
     a.from = {g, (w2->in_features + 15) / 16 * 16, w2->dtype};
     a.by_row = true;
-    return launch("rows of experts", kernel_for<false>(rows->form, a.k),
+    return launch("rows of experts", kernel_for<false>(rows->format, a.k),
                   dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 

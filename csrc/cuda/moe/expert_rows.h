@@ -26,15 +26,15 @@ typedef enum {
 /* Rows in the workspace, in the order of `groups`. Columns from K up to a multiple of 16 are
  * zeros. */
 typedef struct {
-    row_format form;
+    row_format format;
     void *data;   /* values, codes, or float16 values of codes */
     void *scales; /* float or e4m3 scales; or amax */
     int64_t scale_stride;
 } expert_rows;
 
 /* Return the bytes of a row, and of all scales or amax. */
-int64_t row_bytes(row_format form, moq_dtype dtype, int64_t columns);
-int64_t scale_bytes(row_format form, int64_t rows, int64_t columns);
+int64_t row_bytes(row_format format, moq_dtype dtype, int64_t columns);
+int64_t scale_bytes(row_format format, int64_t rows, int64_t columns);
 
 /* Makes h, rows of x in the format of w13; if x is codes they stay codes. */
 moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,

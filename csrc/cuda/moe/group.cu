@@ -85,9 +85,9 @@ static __device__ __forceinline__ int first_slot(const group_args *a) {
 /* The slots of a warp, counted from the block's first one on. */
 typedef struct {
     int begin, end;
-} slot_part;
+} slot_range;
 
-static __device__ __forceinline__ slot_part part_of_warp(const group_args *a) {
+static __device__ __forceinline__ slot_range range_of_warp(const group_args *a) {
     int slots = max(min(a->slots - first_slot(a), a->range), 0);
     int each = (slots + WARPS - 1) / WARPS;
     int first = min((int)threadIdx.x / 32 * each, slots);
@@ -163,36 +163,36 @@ static __device__ __forceinline__ uint32_t lanes_of_expert(const group_args *a, 
 
 /* Finds the expert of each of the warp's slots. */
 static __device__ __forceinline__ void find_experts(const group_args *a, const block_memory *m) {
-    slot_part part = part_of_warp(a);
+    slot_range range = range_of_warp(a);
     int lane = threadIdx.x % 32, first = first_slot(a);
     const int32_t *flat = a->flat + (int64_t)first * a->words;
 #pragma unroll 1
-    for (int base = part.begin + lane; a->flat && base < part.end; base += 32 * ASKED) {
+    for (int base = range.begin + lane; a->flat && base < range.end; base += 32 * ASKED) {
         int id[ASKED];
 #pragma unroll
         for (int i = 0; i < ASKED; i++)
-            id[i] = base + 32 * i < part.end
+            id[i] = base + 32 * i < range.end
                         ? id_at(flat + (base + 32 * i) * (int64_t)a->words, a->words)
                         : -1;
 #pragma unroll
         for (int i = 0; i < ASKED; i++)
-            if (base + 32 * i < part.end)
+            if (base + 32 * i < range.end)
                 m->held[base + 32 * i] = (uint32_t)expert_of_id(a, id[i]);
     }
 #pragma unroll 1
-    for (int slot = part.begin + lane; !a->flat && slot < part.end; slot += 32)
+    for (int slot = range.begin + lane; !a->flat && slot < range.end; slot += 32)
         m->held[slot] = (uint32_t)expert_of_id(a, find_id(a, first + slot));
 }
 
 /* Finds the expert of each of the block's slots and its place among those of the warp. */
 static __device__ __forceinline__ void count_slots(const group_args *a, const block_memory *m) {
-    slot_part part = part_of_warp(a);
+    slot_range range = range_of_warp(a);
     int lane = threadIdx.x % 32;
     uint16_t *own = counts_of_warp(a, m);
     find_experts(a, m); /* a lane reads only what it has written */
 #pragma unroll 2
-    for (int slot = part.begin + lane; slot - lane < part.end; slot += 32) {
-        uint32_t expert = slot < part.end ? m->held[slot] : NOBODY, before = 0;
+    for (int slot = range.begin + lane; slot - lane < range.end; slot += 32) {
+        uint32_t expert = slot < range.end ? m->held[slot] : NOBODY, before = 0;
         uint32_t same = lanes_of_expert(a, expert), rank = __popc(same & ((1u << lane) - 1));
         if (expert != NOBODY) {
             before = own[expert];
@@ -232,11 +232,11 @@ static __device__ __forceinline__ uint32_t add_warps(const group_args *a, const 
 static_assert(ONCE <= 1 << SLOT_BITS && MOQ_CUDA_MOE_EXPERTS <= 1 << (32 - SLOT_BITS),
               "slot and expert share 32 bits");
 static __device__ __forceinline__ void place_slots(const group_args *a, const block_memory *m) {
-    slot_part part = part_of_warp(a);
+    slot_range range = range_of_warp(a);
     int first = first_slot(a);
     const uint16_t *count = counts_of_warp(a, m);
 #pragma unroll 4
-    for (int slot = part.begin + (int)threadIdx.x % 32; slot < part.end; slot += 32) {
+    for (int slot = range.begin + (int)threadIdx.x % 32; slot < range.end; slot += 32) {
         uint32_t expert = m->held[slot] & 0xffff, place = m->held[slot] >> 16;
         int row = -1;
         if (expert != NOBODY) {

@@ -30,7 +30,7 @@ static __global__ void __launch_bounds__(32 * WM * WN * WK, 1)
         return;
     moq_tile rows = moq_find_tile(&a.tile.partitions, a.tile.partition_count, p.weight, TN);
     fp8_weight w = {s->weight + e * s->weight_step,
-                    a.x_scale ? a.x_scale : s->input_scale + (int64_t)e * s->parts,
+                    a.x_scale ? a.x_scale : s->input_scale + (int64_t)e * s->partition_count,
                     s->weight_scale ? (const float *)(s->weight_scale + e * s->scale_step) : NULL,
                     row_of(s->output_scale, e * s->n)};
     fp8_tile<TM, TN, WM, WN, WK, STAGES, NATIVE>(
@@ -56,7 +56,7 @@ typedef struct {
 static const shape SHAPES[] = {SHAPE(16, 32, 1, 1, 4, 8), SHAPE(32, 64, 1, 2, 4, 5),
                                SHAPE(64, 64, 2, 2, 2, 4), SHAPE(128, 128, 2, 4, 1, 3)};
 
-static row_format form(const moq_linear_spec *spec) {
+static row_format format_of(const moq_linear_spec *spec) {
     return spec->input == MOQ_INPUT_E4M3_GROUP   ? ROWS_GROUP
            : spec->input == MOQ_INPUT_E4M3_TOKEN ? ROWS_TOKEN
                                                  : ROWS_TENSOR;
@@ -71,10 +71,10 @@ static moq_status multiply(const expert_product *p, bool native, moq_err *err) {
     args.tile.m = p->most_rows;
     args.tile.k = spec->in_features;
     args.tile.codes = (const uint8_t *)p->rows->data;
-    args.tile.next_row = p->rows->form == ROWS_TOKEN;
+    args.tile.next_row = p->rows->format == ROWS_TOKEN;
     args.tile.partition_count = spec->partition_count;
     args.tile.partitions = moq_partitions_of(spec);
-    args.x_scale = p->rows->form == ROWS_TENSOR ? NULL : (const float *)p->rows->scales;
+    args.x_scale = p->rows->format == ROWS_TENSOR ? NULL : (const float *)p->rows->scales;
     args.stack = stack_of(p);
     args.tiles = p->groups->tile;
     args.weight_tiles = moq_tile_count(spec, s->tn);
@@ -99,8 +99,8 @@ static row_tiling tiling_as_codes(const moq_moe_call *, double rows) {
     return {moq_moe_mma_fp8_as_e4m3_tile_rows(rows), 1, false};
 }
 
-static const expert_kernels AS_HALVES = {form, tiling_as_halves, multiply_as_halves};
-static const expert_kernels AS_CODES = {form, tiling_as_codes, multiply_as_codes};
+static const expert_kernels AS_HALVES = {format_of, tiling_as_halves, multiply_as_halves};
+static const expert_kernels AS_CODES = {format_of, tiling_as_codes, multiply_as_codes};
 
 MOQ_EXPERTS_ENTRY(mma_fp8_as_f16, AS_HALVES)
 MOQ_EXPERTS_ENTRY(mma_fp8_as_e4m3, AS_CODES)

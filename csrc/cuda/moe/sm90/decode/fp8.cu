@@ -52,16 +52,16 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
     typedef int target;      /* row of the stack at which the expert begins */
     typedef uint32_t places; /* offset of the lane's columns of row g */
     typedef struct {
-        uint4 part[4];        /* 32 values */
+        uint4 vector[4];      /* 32 values */
         float w_scale[SLABS]; /* block scales */
     } columns;
 
-    static __device__ __forceinline__ void aim(const warp_parts *p, const walk &, int expert,
+    static __device__ __forceinline__ void aim(const warp_state *p, const walk &, int expert,
                                                target *t) {
         *t = expert * p->a->w.rows;
     }
 
-    static __device__ __forceinline__ void fill(const warp_parts *p, const walk &at, target *t, int,
+    static __device__ __forceinline__ void fill(const warp_state *p, const walk &at, target *t, int,
                                                 uint32_t to, uint32_t bar) {
         int row = *t + (p->slab + at.row) * SLAB;
         if (is_elected()) {
@@ -75,12 +75,12 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
     }
 
     /* Finds the lane's pieces of 16 bytes, 2 t and 2 t + 1, which are xored with their row. */
-    static __device__ __forceinline__ places places_of(const warp_parts *p) {
+    static __device__ __forceinline__ places places_of(const warp_state *p) {
         int g = p->lane / 4, t = p->lane % 4;
         return p->pipeline + (uint32_t)(g * BLOCK + ((2 * t ^ g) << 4));
     }
 
-    static __device__ __forceinline__ void load(const warp_parts *p, const column *c, int row,
+    static __device__ __forceinline__ void load(const warp_state *p, const column *c, int row,
                                                 int block, int count, columns *x) {
         const stack *w = &p->a->w;
         int first = block * BLOCK + p->lane % 4 * 32;
@@ -89,19 +89,21 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
             return;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            x->part[i] = first < w->columns ? load_part(from + 16 * i) : make_uint4(0, 0, 0, 0);
+            x->vector[i] = first < w->columns ? load_vector(from + 16 * i) : make_uint4(0, 0, 0, 0);
         if constexpr (MODE == MOQ_INPUT_E4M3_GROUP)
             load_scales(p, c, row, block, x);
     }
 
-    static __device__ __forceinline__ void load_scales(const warp_parts *p, const column *c,
+    static __device__ __forceinline__ void load_scales(const warp_state *p, const column *c,
                                                        int item, int block, columns *x) {
         const stack *w = &p->a->w;
 #pragma unroll
         for (int i = 0; i < SLABS; i++) {
-            int part = w->parts == 2 ? i : 0, slab = p->slab + i * p->slab_step + item;
-            int row = (expert_of_chunk(c->chunk) * w->parts + part) * w->part_blocks +
-                      (slab - part * p->a->pairs) / (BLOCK / SLAB);
+            int partition = w->partition_count == 2 ? i : 0,
+                slab = p->slab + i * p->slab_step + item;
+            int row =
+                (expert_of_chunk(c->chunk) * w->partition_count + partition) * w->partition_blocks +
+                (slab - partition * p->a->pairs) / (BLOCK / SLAB);
             x->w_scale[i] =
                 i < p->slabs
                     ? __ldg((const float *)w->weight_scale + (int64_t)row * w->blocks + block)
@@ -114,18 +116,18 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
         uint32_t most = 0;
 #pragma unroll
         for (int i = 0; i < 16; i++)
-            most = __vmaxu2(most, (&x->part[i / 4].x)[i % 4] & 0x7fff7fffu);
+            most = __vmaxu2(most, (&x->vector[i / 4].x)[i % 4] & 0x7fff7fffu);
         most = moq_max_of_lanes(max(most & 0xffff, most >> 16), 4);
         return moq_group_scale(moq_widen_pair(most, DT).x);
     }
 
     /* Returns the factor that quantizes the lane's token: a scale, or its inverse if all tokens
      * have one. */
-    static __device__ __forceinline__ float scale_of(const warp_parts *p, const column *c,
+    static __device__ __forceinline__ float scale_of(const warp_state *p, const column *c,
                                                      const columns *x) {
         if constexpr (MODE == MOQ_INPUT_E4M3_TENSOR)
             return __frcp_rn(
-                __ldg(p->a->w.input_scale + expert_of_chunk(c->chunk) * p->a->w.parts));
+                __ldg(p->a->w.input_scale + expert_of_chunk(c->chunk) * p->a->w.partition_count));
         else if constexpr (MODE == MOQ_INPUT_E4M3_TOKEN)
             return p->scale[c->place];
         else
@@ -133,12 +135,12 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
     }
 
     /* Quantizes half of the lane's values to codes as float16. */
-    static __device__ __forceinline__ void quantize(const uint4 *part, float scale,
+    static __device__ __forceinline__ void quantize(const uint4 *vector, float scale,
                                                     uint32_t (&x)[8]) {
         float value[16];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            float2 pair = moq_widen_pair((&part[i / 4].x)[i % 4], DT);
+            float2 pair = moq_widen_pair((&vector[i / 4].x)[i % 4], DT);
             value[2 * i] = pair.x;
             value[2 * i + 1] = pair.y;
         }
@@ -164,41 +166,41 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
 
     /* Loads x of the next stage first: all of it is needed at once. */
     template <bool UP>
-    static __device__ __forceinline__ void multiply(const warp_parts *p, const places &at,
+    static __device__ __forceinline__ void multiply(const warp_state *p, const places &at,
                                                     const stage_view &v, columns *x,
                                                     float (&sum)[SLABS][1][4]) {
         columns own = *x;
         load(p, &v.next, v.next_row, v.next_block, v.next_blocks, x);
         mbarrier_wait(v.bar, v.parity);
         if (UP && p->a->weights_on_input)
-            weigh<4>(own.part, DT, v.own.weight);
+            weigh<4>(own.vector, DT, v.own.weight);
         multiply_stage(p, at + v.stage, &v.own, &own, sum);
     }
 
-    static __device__ __forceinline__ void multiply_stage(const warp_parts *p, uint32_t stage,
+    static __device__ __forceinline__ void multiply_stage(const warp_state *p, uint32_t stage,
                                                           const column *c, const columns *x,
                                                           float (&sum)[SLABS][1][4]) {
-        float scale = scale_of(p, c, x), part[SLABS][4] = {};
+        float scale = scale_of(p, c, x), block_sum[SLABS][4] = {};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             uint32_t codes[8];
-            quantize(&x->part[2 * half], scale, codes);
+            quantize(&x->vector[2 * half], scale, codes);
 #pragma unroll
             for (int i = 0; i < SLABS; i++) {
                 uint32_t from = (stage + i * BOX) ^ half * 16;
                 multiply_half(load_shared(from), load_shared(from + BOX / 2), codes,
-                              MODE == MOQ_INPUT_E4M3_GROUP ? part[i] : sum[i][0]);
+                              MODE == MOQ_INPUT_E4M3_GROUP ? block_sum[i] : sum[i][0]);
             }
         }
         if constexpr (MODE == MOQ_INPUT_E4M3_GROUP)
-            add_scaled(p, scale, x, part, sum);
+            add_scaled(p, scale, x, block_sum, sum);
     }
 
     /* Adds the sums of 128 columns by the scales of x, column by column of the product, and of
      * W. */
-    static __device__ __forceinline__ void add_scaled(const warp_parts *p, float scale,
+    static __device__ __forceinline__ void add_scaled(const warp_state *p, float scale,
                                                       const columns *x,
-                                                      const float (&part)[SLABS][4],
+                                                      const float (&block_sum)[SLABS][4],
                                                       float (&sum)[SLABS][1][4]) {
         float of_column[2];
 #pragma unroll
@@ -206,12 +208,15 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
             of_column[i] = __shfl_sync(ALL_LANES, scale, (p->lane % 4 * 2 + i) * 4);
 #pragma unroll
         for (int i = 0; i < 4 * SLABS; i++)
-            sum[i / 4][0][i % 4] = __fmaf_rn(
-                part[i / 4][i % 4], x->w_scale[i / 4] * of_column[i % 2], sum[i / 4][0][i % 4]);
+            sum[i / 4][0][i % 4] =
+                __fmaf_rn(block_sum[i / 4][i % 4], x->w_scale[i / 4] * of_column[i % 2],
+                          sum[i / 4][0][i % 4]);
     }
 
     static __device__ __forceinline__ float factor_of_expert(const stack *w, int expert) {
-        return MODE == MOQ_INPUT_E4M3_TENSOR ? load_early(w->input_scale + expert * w->parts) : 1;
+        return MODE == MOQ_INPUT_E4M3_TENSOR
+                   ? load_early(w->input_scale + expert * w->partition_count)
+                   : 1;
     }
 };
 
@@ -234,33 +239,34 @@ struct fp8_split_k : fp8<SLABS, DT, MODE> {
         float scale[BLOCKS][2];      /* block scales of the lane's columns of the product */
     } split_columns;
 
-    static __device__ __forceinline__ void aim_split(const warp_parts *p, int expert, int slab,
+    static __device__ __forceinline__ void aim_split(const warp_state *p, int expert, int slab,
                                                      int begin, split_target *t) {
         const stack *w = &p->a->w;
         t->row = expert * w->rows + slab * SLAB;
         t->column = begin * BLOCK;
         if constexpr (scaled_groups) {
-            int part = w->parts == 2 && slab >= p->a->pairs;
-            int row = (expert * w->parts + part) * w->part_blocks +
-                      (slab - part * p->a->pairs) / (BLOCK / SLAB);
+            int partition = w->partition_count == 2 && slab >= p->a->pairs;
+            int row = (expert * w->partition_count + partition) * w->partition_blocks +
+                      (slab - partition * p->a->pairs) / (BLOCK / SLAB);
             t->scale =
                 load_early((const float *)w->weight_scale + (int64_t)row * w->blocks + begin);
         }
     }
 
     static __device__ __forceinline__ void
-    fill_split_stage(const warp_parts *p, const split_target *t, uint32_t to, uint32_t bar) {
+    fill_split_stage(const warp_state *p, const split_target *t, uint32_t to, uint32_t bar) {
         mbarrier_expect(bar, BOX);
         copy_box_2d(to, &p->a->map, t->column, t->row, bar, p->policy);
     }
 
-    static __device__ __forceinline__ float scale_of_column(const warp_parts *p, const column *c) {
+    static __device__ __forceinline__ float scale_of_column(const warp_state *p, const column *c) {
         return MODE == MOQ_INPUT_E4M3_TENSOR
-                   ? load_early(p->a->w.input_scale + expert_of_chunk(c->chunk) * p->a->w.parts)
+                   ? load_early(p->a->w.input_scale +
+                                expert_of_chunk(c->chunk) * p->a->w.partition_count)
                    : 1;
     }
 
-    static __device__ __forceinline__ void load_raw(const warp_parts *p, const column *c, int begin,
+    static __device__ __forceinline__ void load_raw(const warp_state *p, const column *c, int begin,
                                                     int nominal, raw_columns *x) {
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
@@ -268,24 +274,24 @@ struct fp8_split_k : fp8<SLABS, DT, MODE> {
             bool meant = begin + i >= nominal && first < p->a->w.columns;
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                x->block[i].part[j] =
-                    meant ? load_part(c->row + 2 * first + 16 * j) : make_uint4(0, 0, 0, 0);
+                x->block[i].vector[j] =
+                    meant ? load_vector(c->row + 2 * first + 16 * j) : make_uint4(0, 0, 0, 0);
         }
     }
 
     template <bool UP>
-    static __device__ __forceinline__ void make_columns(const warp_parts *p, const column *c,
+    static __device__ __forceinline__ void make_columns(const warp_state *p, const column *c,
                                                         const raw_columns *raw, split_columns *x) {
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
             typename base::columns own = raw->block[i];
             if (UP && p->a->weights_on_input)
-                weigh<4>(own.part, DT, c->weight);
+                weigh<4>(own.vector, DT, c->weight);
             float scale = MODE == MOQ_INPUT_E4M3_TENSOR  ? __frcp_rn(c->scale)
                           : MODE == MOQ_INPUT_E4M3_TOKEN ? p->scale[c->place]
                                                          : base::scale_of_group(&own);
-            base::quantize(own.part, scale, x->code[i][0]);
-            base::quantize(own.part + 2, scale, x->code[i][1]);
+            base::quantize(own.vector, scale, x->code[i][0]);
+            base::quantize(own.vector + 2, scale, x->code[i][1]);
 #pragma unroll
             for (int j = 0; j < 2 && scaled_groups; j++)
                 x->scale[i][j] = __shfl_sync(ALL_LANES, scale, (p->lane % 4 * 2 + j) * 4);
@@ -349,7 +355,7 @@ typedef struct {
 template <moq_dtype DT, moq_input_mode MODE> struct fp8_fused : fp8<1, DT, MODE> {
     static constexpr bool grouped = MODE == MOQ_INPUT_E4M3_GROUP;
 };
-static_assert(2 * FUSED_COLUMNS == BLOCK, "two strips have a scale");
+static_assert(2 * FUSED_COLUMNS == BLOCK, "two tiles have a scale");
 
 static __device__ __forceinline__ int fused_tile_of(const fp8_share *s, int index) {
     return s->first + index * s->step;
@@ -358,7 +364,7 @@ static __device__ __forceinline__ int fused_tile_of(const fp8_share *s, int inde
 /* ---- copies ---- */
 
 /* Fills the buffer of stage `number` of the warp, if there are so many. The whole warp calls. */
-static __device__ __forceinline__ void fill_rows(const fused_fp8_args *a, const warp_parts *p,
+static __device__ __forceinline__ void fill_rows(const fused_fp8_args *a, const warp_state *p,
                                                  const fp8_share *s, int number, int place) {
     const stack *w = &a->tile.common.w;
     int index = divide(number, &a->tile.common.by_stages);
@@ -376,24 +382,25 @@ static __device__ __forceinline__ void fill_rows(const fused_fp8_args *a, const 
 }
 
 /* Copies 16 bytes asynchronously, and the 128 around them to L2 for other blocks. */
-static __device__ __forceinline__ void ask_piece(uint32_t to, const void *from, int bytes) {
+static __device__ __forceinline__ void copy_piece_async(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(bytes)
                  : "memory");
 }
 
 /* Loads a group of the warp's rows of W2. */
-static __device__ __forceinline__ void ask_group(const fused_fp8_args *a, const warp_parts *p,
-                                                 const fp8_share *s, int index, int group) {
+static __device__ __forceinline__ void copy_group_async(const fused_fp8_args *a,
+                                                        const warp_state *p, const fp8_share *s,
+                                                        int index, int group) {
     const stack *w = &a->tile.down;
     const uint8_t *from =
         w->weight + s->expert * w->expert_bytes + fused_tile_of(s, index) * FUSED_COLUMNS;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         int piece = (group * 4 + i) * 32 + p->lane, n = p->warp * OWN_ROWS + piece / 4;
-        ask_piece(s->down + (uint32_t)piece * 16,
-                  from + (int64_t)min(n, w->rows - 1) * w->columns + piece % 4 * 16,
-                  n < w->rows ? 16 : 0);
+        copy_piece_async(s->down + (uint32_t)piece * 16,
+                         from + (int64_t)min(n, w->rows - 1) * w->columns + piece % 4 * 16,
+                         n < w->rows ? 16 : 0);
     }
     copy_async_commit();
 }
@@ -438,24 +445,26 @@ typedef struct {
     float down, g;      /* block scale of the warp's rows; per-tensor scale of g */
 } fused_scales;
 
-static __device__ __forceinline__ int lane_column(const warp_parts *p) {
+static __device__ __forceinline__ int lane_column(const warp_state *p) {
     return p->warp * WARP_COLUMNS + min(p->lane % 16, WARP_COLUMNS - 1);
 }
 
 /* Returns the scale of the warp's columns and the tile's rows of gate or of up. */
-static __device__ __forceinline__ float scale_of_rows(const fused_fp8_args *a, const warp_parts *p,
+static __device__ __forceinline__ float scale_of_rows(const fused_fp8_args *a, const warp_state *p,
                                                       const fp8_share *s, int first, int up) {
     const stack *w = &a->tile.common.w;
-    int part = w->parts == 2 && up, slab = first / SLAB + (up - part) * a->tile.common.pairs;
-    int row = (s->expert * w->parts + part) * w->part_blocks + slab / (BLOCK / SLAB);
+    int partition = w->partition_count == 2 && up,
+        slab = first / SLAB + (up - partition) * a->tile.common.pairs;
+    int row =
+        (s->expert * w->partition_count + partition) * w->partition_blocks + slab / (BLOCK / SLAB);
     return load_early((const float *)w->weight_scale + (int64_t)row * w->blocks +
                       min(p->warp, w->blocks - 1));
 }
 
 template <class F>
-static __device__ __forceinline__ fused_scales ask_scales(const fused_fp8_args *a,
-                                                          const warp_parts *p, const fp8_share *s,
-                                                          int index) {
+static __device__ __forceinline__ fused_scales load_tile_scales(const fused_fp8_args *a,
+                                                                const warp_state *p,
+                                                                const fp8_share *s, int index) {
     const stack *w = &a->tile.common.w, *down = &a->tile.down;
     int first = fused_tile_of(s, index) * FUSED_COLUMNS;
     int n = p->lane / 16 * a->tile.common.pairs * SLAB + first + lane_column(p);
@@ -466,13 +475,13 @@ static __device__ __forceinline__ fused_scales ask_scales(const fused_fp8_args *
     if (n < w->rows && w->bias)
         own.bias = load_early(w->bias + at);
     if constexpr (F::grouped) {
-        int row = s->expert * down->part_blocks + min(p->warp, down->part_blocks - 1);
+        int row = s->expert * down->partition_blocks + min(p->warp, down->partition_blocks - 1);
         own.down = load_early((const float *)down->weight_scale + (int64_t)row * down->blocks +
                               first / BLOCK);
         own.rows[0] = scale_of_rows(a, p, s, first, 0);
         own.rows[1] = scale_of_rows(a, p, s, first, a->tile.up_slabs > FUSED_SLABS);
     } else {
-        own.g = load_early(down->input_scale + s->expert * down->parts);
+        own.g = load_early(down->input_scale + s->expert * down->partition_count);
     }
     return own;
 }
@@ -486,7 +495,7 @@ typedef struct {
 } fused_x;
 
 /* Loads the lane's four columns of the warp's. */
-static __device__ __forceinline__ uint2 load_x(const fused_fp8_args *a, const warp_parts *p,
+static __device__ __forceinline__ uint2 load_x(const fused_fp8_args *a, const warp_state *p,
                                                const uint8_t *row) {
     int first = p->warp * BLOCK + p->lane * 4;
     uint2 four = make_uint2(0, 0);
@@ -499,7 +508,7 @@ static __device__ __forceinline__ uint2 load_x(const fused_fp8_args *a, const wa
 
 /* Quantizes x: each lane its own columns; then lane t of four gets the 32 columns from 32 t on. */
 template <class F>
-static __device__ __forceinline__ fused_x codes_of_x(const fused_fp8_args *a, const warp_parts *p,
+static __device__ __forceinline__ fused_x codes_of_x(const fused_fp8_args *a, const warp_state *p,
                                                      const fp8_share *s, const fused_scales *scales,
                                                      uint2 four) {
     const common_args *common = &a->tile.common;
@@ -524,7 +533,7 @@ static __device__ __forceinline__ fused_x codes_of_x(const fused_fp8_args *a, co
 }
 
 /* Stages the warp's partial sums of slab i. All columns of the product are equal. */
-static __device__ __forceinline__ void stage_rows(const fused_fp8_args *a, const warp_parts *p,
+static __device__ __forceinline__ void stage_rows(const fused_fp8_args *a, const warp_state *p,
                                                   const fp8_share *s, int i, float upper,
                                                   float lower) {
     uint32_t to = s->sums + (uint32_t)(p->warp * PITCH + i * SLAB + p->lane / 4) * 4;
@@ -536,7 +545,7 @@ static __device__ __forceinline__ void stage_rows(const fused_fp8_args *a, const
 
 /* Multiplies one slab after the other, and starts the loads of W2 meanwhile. */
 template <class F>
-static __device__ __forceinline__ void multiply_rows(const fused_fp8_args *a, const warp_parts *p,
+static __device__ __forceinline__ void multiply_rows(const fused_fp8_args *a, const warp_state *p,
                                                      const fp8_share *s, int index, uint32_t places,
                                                      const fused_x *x, const fused_scales *scales,
                                                      pipeline_state *place, int *number) {
@@ -560,7 +569,7 @@ static __device__ __forceinline__ void multiply_rows(const fused_fp8_args *a, co
         warp_meets();
         fill_rows(a, p, s, *number + RING, place->index);
         if (i >= a->ask && group < GROUPS)
-            ask_group(a, p, s, index, group++);
+            copy_group_async(a, p, s, index, group++);
         float upper = __fadd_rn(two[0][0], two[1][0]), lower = __fadd_rn(two[0][2], two[1][2]);
         if (F::grouped) {
             float scale = x->scale * (i < FUSED_SLABS ? scales->rows[0] : scales->rows[1]);
@@ -573,17 +582,17 @@ static __device__ __forceinline__ void multiply_rows(const fused_fp8_args *a, co
     }
 #pragma unroll 1
     while (group < GROUPS)
-        ask_group(a, p, s, index, group++);
+        copy_group_async(a, p, s, index, group++);
 }
 
 /* ---- g ---- */
 
 /* Returns the lane's column of the first product: the sum over split-K. */
-static __device__ __forceinline__ float sum_of_lane(const fused_fp8_args *a, const warp_parts *p,
+static __device__ __forceinline__ float sum_of_lane(const fused_fp8_args *a, const warp_state *p,
                                                     const fp8_share *s, bool gated) {
-    int up = p->lane / 16, part = p->lane % 16;
+    int up = p->lane / 16, rank = p->lane % 16;
     uint32_t from =
-        s->sums + (uint32_t)(part * PITCH + up * FUSED_COLUMNS + p->warp * WARP_COLUMNS) * 4;
+        s->sums + (uint32_t)(rank * PITCH + up * FUSED_COLUMNS + p->warp * WARP_COLUMNS) * 4;
     float value[WARP_COLUMNS], own = 0;
 #pragma unroll
     for (int i = 0; i < WARP_COLUMNS; i++)
@@ -595,15 +604,15 @@ static __device__ __forceinline__ float sum_of_lane(const fused_fp8_args *a, con
             value[i] = __fadd_rn(value[i], __shfl_xor_sync(ALL_LANES, value[i], other));
 #pragma unroll
     for (int i = 0; i < WARP_COLUMNS; i++)
-        own = part == i ? value[i] : own;
+        own = rank == i ? value[i] : own;
     return own;
 }
 
 /* Makes some columns of g by a warp, and their maximum if tiles have a scale. */
 template <class F>
-static __device__ __forceinline__ void meet_rows(const fused_fp8_args *a, const warp_parts *p,
-                                                 const fp8_share *s, const fused_scales *scales,
-                                                 int index) {
+static __device__ __forceinline__ void make_rows_of_g(const fused_fp8_args *a, const warp_state *p,
+                                                      const fp8_share *s,
+                                                      const fused_scales *scales, int index) {
     bool gated = a->tile.up_slabs > FUSED_SLABS;
     const stack *w = &a->tile.common.w;
     float own = __fmul_rn(sum_of_lane(a, p, s, gated), scales->input * scales->output);
@@ -635,7 +644,7 @@ typedef struct {
 
 /* Finds the factors once the maxima are staged. */
 template <class F>
-static __device__ __forceinline__ down_scales scales_of_down(const warp_parts *p,
+static __device__ __forceinline__ down_scales scales_of_down(const warp_state *p,
                                                              const fp8_share *s, int index,
                                                              const fused_scales *scales) {
     if constexpr (F::grouped) {
@@ -670,7 +679,7 @@ static __device__ __forceinline__ float multiply_group(uint32_t from, const uint
 /* Adds the products of the warp's rows and the tile: of each group lane t of four has one row of
  * quarter t. */
 template <class F>
-static __device__ __forceinline__ void multiply_down(const warp_parts *p, const fp8_share *s,
+static __device__ __forceinline__ void multiply_down(const warp_state *p, const fp8_share *s,
                                                      const down_scales *scales,
                                                      float (&d)[GROUPS]) {
     int t = p->lane % 4;
@@ -693,8 +702,9 @@ static __device__ __forceinline__ void multiply_down(const warp_parts *p, const 
 static_assert(GROUPS == 4 && GROUP_SLABS == 2, "as multiply_down has them");
 
 /* Stores the block's partial sums of the slot. */
-static __device__ __forceinline__ void leave_rows(const fused_fp8_args *a, const warp_parts *p,
-                                                  const fp8_share *s, const float (&d)[GROUPS]) {
+static __device__ __forceinline__ void store_partial_rows(const fused_fp8_args *a,
+                                                          const warp_state *p, const fp8_share *s,
+                                                          const float (&d)[GROUPS]) {
     int rows = a->tile.down.rows;
     int n = p->warp * OWN_ROWS + p->lane % 4 * 8 + p->lane / 4;
     float *to = a->tile.d + (int64_t)((int)blockIdx.x + s->slot) * rows;
@@ -708,7 +718,7 @@ static __device__ __forceinline__ void leave_rows(const fused_fp8_args *a, const
 
 template <class F>
 static __device__ __forceinline__ void open_fused_fp8(const fused_fp8_args *a, uint8_t *shared,
-                                                      uint64_t *full, warp_parts *p, fp8_share *s) {
+                                                      uint64_t *full, warp_state *p, fp8_share *s) {
     const common_args *common = &a->tile.common;
     p->a = common;
     p->warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
@@ -733,7 +743,7 @@ static __device__ __forceinline__ void open_fused_fp8(const fused_fp8_args *a, u
 }
 
 /* Synchronizes the block's warps, and those of the other block of a group. */
-template <class F> static __device__ __forceinline__ void fused_tiles_meet(void) {
+template <class F> static __device__ __forceinline__ void synchronize_tiles(void) {
     if constexpr (F::grouped)
         cluster_sync();
     else
@@ -748,7 +758,7 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
     uint8_t *shared = aligned<F>(dynamic);
     const fused_fp8_args *a = &args;
     const common_args *common = &args.tile.common;
-    warp_parts p;
+    warp_state p;
     fp8_share s;
     open_fused_fp8<F>(a, shared, full, &p, &s);
     if (F::grouped)
@@ -772,7 +782,7 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
 #pragma unroll 1
     for (int i = 0; i < common->flight; i++)
         fill_rows(a, &p, &s, i, i);
-    fused_scales scales = ask_scales<F>(a, &p, &s, 0);
+    fused_scales scales = load_tile_scales<F>(a, &p, &s, 0);
     fused_x x = codes_of_x<F>(a, &p, &s, &scales, four);
     uint32_t places = F::places_of(&p);
     pipeline_state at = {0, 0};
@@ -782,14 +792,14 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
     for (int i = 0; i < s.tiles; i++) {
         multiply_rows<F>(a, &p, &s, i, places, &x, &scales, &at, &number);
         __syncthreads();
-        meet_rows<F>(a, &p, &s, &scales, i);
-        fused_tiles_meet<F>();
+        make_rows_of_g<F>(a, &p, &s, &scales, i);
+        synchronize_tiles<F>();
         down_scales down = scales_of_down<F>(&p, &s, i, &scales);
         if (i + 1 < s.tiles)
-            scales = ask_scales<F>(a, &p, &s, i + 1);
+            scales = load_tile_scales<F>(a, &p, &s, i + 1);
         multiply_down<F>(&p, &s, &down, d);
     }
-    leave_rows(a, &p, &s, d);
+    store_partial_rows(a, &p, &s, d);
 }
 
 template <moq_dtype DT> static const void *fused_kernel_of(moq_input_mode mode) {

@@ -70,7 +70,7 @@ typedef struct {
 
 /* A warp's place in a block. */
 typedef struct {
-    split k;          /* number and K range of the warp in the first product */
+    split_share k;    /* number and K range of the warp in the first product */
     int group;        /* group of rows in the first product */
     int first, tiles; /* tiles of the block */
     int columns;      /* columns of d in a chunk */
@@ -82,7 +82,7 @@ static __device__ __forceinline__ int first_down_slab(int group, int stage) {
     return (stage * FUSED_GROUPS + group) * FUSED_SPLITS * STAGE_SLABS;
 }
 
-/* ---- which strips ---- */
+/* ---- shares of tiles ---- */
 
 /* Returns the tiles of a block; the last ones have fewer, or none. If a chunk has as many, each
  * block has one chunk: x is loaded once, and d of a slot has one partial sum. */
@@ -103,7 +103,7 @@ static __device__ __forceinline__ bool table_of_slot(const routing *r, const tab
 }
 
 /* Stores the places of slots for the next kernel, by one block. */
-static __device__ __forceinline__ void leave_places(const fused_args *a, const tables *t) {
+static __device__ __forceinline__ void store_places(const fused_args *a, const tables *t) {
     int chunks = *t->chunks;
     if (threadIdx.x == 0)
         a->places[a->common.route.slots] = (uint32_t)chunks;
@@ -114,7 +114,7 @@ static __device__ __forceinline__ void leave_places(const fused_args *a, const t
     }
 }
 
-/* ---- the ring ---- */
+/* ---- the pipeline ---- */
 
 /* Order of stages: that of the products, the two groups in turn. Of each tile come the slabs of the
  * first product of a group, one at a time, and then STAGE_SLABS slabs of the second for each of its
@@ -123,7 +123,7 @@ static __device__ __forceinline__ void leave_places(const fused_args *a, const t
 /* Fills stage `number` of the block, if there are so many, at a place of the pipeline. The whole
  * warp calls. */
 template <class F>
-static __device__ __forceinline__ void fill_fused(const fused_args *a, const warp_parts *p,
+static __device__ __forceinline__ void fill_fused(const fused_args *a, const warp_state *p,
                                                   const fused_share *s, int number, int place) {
     int index = divide(number, &a->common.by_stages), tile = s->first + index;
     if (index >= s->tiles)
@@ -150,7 +150,7 @@ typedef struct {
 /* Waits for the group's next stage. Copies in flight together arrive together; so with one tile the
  * pipeline is first filled stage by stage, another when one has come. */
 template <class F, bool ALONE>
-static __device__ __forceinline__ split_stage await_next(const fused_args *a, const warp_parts *p,
+static __device__ __forceinline__ split_stage await_next(const fused_args *a, const warp_state *p,
                                                          const fused_share *s,
                                                          const stage_walk *walk) {
     split_stage stage = {(uint32_t)(walk->place.index * F::stage_bytes),
@@ -158,7 +158,7 @@ static __device__ __forceinline__ split_stage await_next(const fused_args *a, co
     int next = walk->number + a->common.flight;
     mbarrier_wait(stage.bar, (uint32_t)stage.parity);
     if (ALONE && next < a->common.stages &&
-        walk->number / FUSED_GROUPS % FUSED_SPLITS == s->k.part) {
+        walk->number / FUSED_GROUPS % FUSED_SPLITS == s->k.rank) {
         fill_fused<F>(a, p, s, next, next);
         __syncwarp();
     }
@@ -169,11 +169,11 @@ static __device__ __forceinline__ split_stage await_next(const fused_args *a, co
  * which the others have most likely left by now. A warp that fills a stage has waited for earlier
  * ones alone, so none waits for itself. */
 template <class F>
-static __device__ __forceinline__ void leave_stage(const fused_args *a, const warp_parts *p,
-                                                   const fused_share *s, stage_walk *walk) {
+static __device__ __forceinline__ void release_stage(const fused_args *a, const warp_state *p,
+                                                     const fused_share *s, stage_walk *walk) {
     int before = walk->number - FUSED_GROUPS;
     warp_releases<false>(s->empty + 8u * walk->place.index);
-    if (before >= 0 && before / FUSED_GROUPS % FUSED_SPLITS == s->k.part) {
+    if (before >= 0 && before / FUSED_GROUPS % FUSED_SPLITS == s->k.rank) {
         mbarrier_wait(s->empty + 8u * walk->before.index, (uint32_t)walk->before.parity);
         fill_fused<F>(a, p, s, before + a->common.stages, walk->before.index);
         __syncwarp();
@@ -191,8 +191,8 @@ static __device__ __forceinline__ void leave_stage(const fused_args *a, const wa
 
 /* Loads the warp's K range of x of a chunk. */
 template <class F>
-static __device__ __forceinline__ void ask_columns(const warp_parts *p, const fused_share *s,
-                                                   uint32_t chunk, typename F::raw_columns *raw) {
+static __device__ __forceinline__ void load_columns(const warp_state *p, const fused_share *s,
+                                                    uint32_t chunk, typename F::raw_columns *raw) {
     column c = column_of_chunk<F, true>(p, chunk);
     F::load_raw(p, &c, s->k.begin, s->k.nominal, raw);
 }
@@ -200,7 +200,7 @@ static __device__ __forceinline__ void ask_columns(const warp_parts *p, const fu
 /* Returns the K range of x as mma takes it. */
 template <class F>
 static __device__ __forceinline__ typename F::split_columns
-columns_of_raw(const warp_parts *p, uint32_t chunk, const typename F::raw_columns *raw) {
+columns_of_raw(const warp_state *p, uint32_t chunk, const typename F::raw_columns *raw) {
     column c = column_of_chunk<F, true>(p, chunk);
     typename F::split_columns x;
     F::template make_columns<true>(p, &c, raw, &x);
@@ -209,11 +209,11 @@ columns_of_raw(const warp_parts *p, uint32_t chunk, const typename F::raw_column
 
 /* Returns where the partial sums of a slab are staged; lanes and columns change places as in
  * stage_sums. */
-static __device__ __forceinline__ uint32_t staged_slab(const fused_share *s, int part, int slab) {
-    return s->k.sums + (uint32_t)((part * 2 * FUSED_SLABS + slab) * 512);
+static __device__ __forceinline__ uint32_t staged_slab(const fused_share *s, int rank, int slab) {
+    return s->k.sums + (uint32_t)((rank * 2 * FUSED_SLABS + slab) * 512);
 }
 
-static __device__ __forceinline__ void stage_slab(const warp_parts *p, uint32_t to, bool odd,
+static __device__ __forceinline__ void stage_slab(const warp_state *p, uint32_t to, bool odd,
                                                   const float (&sum)[4]) {
     uint4 word = make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]),
                             __float_as_uint(sum[2]), __float_as_uint(sum[3]));
@@ -223,8 +223,8 @@ static __device__ __forceinline__ void stage_slab(const warp_parts *p, uint32_t 
 }
 
 /* Returns the sum over split-K in a column: lane i has row i % 16 of slab `first` + i / 16. */
-static __device__ __forceinline__ float sum_of_parts(const warp_parts *p, const fused_share *s,
-                                                     int first, int c) {
+static __device__ __forceinline__ float sum_of_splits(const warp_state *p, const fused_share *s,
+                                                      int first, int c) {
     int g = p->lane % 8, odd = p->lane / 16;
     uint32_t from = staged_slab(s, 0, first + odd) + (uint32_t)(((4 * g + c / 2) ^ g / 2) * 16) +
                     (uint32_t)(p->lane / 8 % 2 * 8 + (c % 2 ^ odd) * 4);
@@ -246,7 +246,7 @@ typedef struct {
 } gate_rows;
 
 template <class F>
-static __device__ __forceinline__ gate_rows rows_of_gate(const fused_args *a, const warp_parts *p,
+static __device__ __forceinline__ gate_rows rows_of_gate(const fused_args *a, const warp_state *p,
                                                          int column, int expert) {
     const stack *w = &a->common.w;
     gate_rows rows = {};
@@ -267,16 +267,16 @@ static __device__ __forceinline__ gate_rows rows_of_gate(const fused_args *a, co
 
 /* Makes g of a column of the chunk, half of the tile, in shared memory. */
 template <class F>
-static __device__ __forceinline__ void meet_fused_tile(const fused_args *a, const warp_parts *p,
-                                                       const fused_share *s, uint32_t g,
-                                                       const gate_rows *rows) {
+static __device__ __forceinline__ void make_tile_of_g(const fused_args *a, const warp_state *p,
+                                                      const fused_share *s, uint32_t g,
+                                                      const gate_rows *rows) {
     int c = p->warp / 2, first = p->warp % 2 * 2;
     float value[2] = {0, 1};
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         if (i == 1 && a->up_slabs == 2)
             break;
-        value[i] = __fmul_rn(sum_of_parts(p, s, i * FUSED_SLABS + first, c), rows->factor[i]);
+        value[i] = __fmul_rn(sum_of_splits(p, s, i * FUSED_SLABS + first, c), rows->factor[i]);
         if (a->common.w.bias)
             value[i] = __fadd_rn(value[i], rows->bias[i]);
     }
@@ -289,9 +289,9 @@ static __device__ __forceinline__ void meet_fused_tile(const fused_args *a, cons
 /* ---- d ---- */
 
 /* Stores the block's partial sums of a chunk. */
-static __device__ __forceinline__ void leave_parts(const fused_args *a, const warp_parts *p,
-                                                   const fused_share *s, int chunk, int slots,
-                                                   const float (&sum)[DOWN_SLABS][4]) {
+static __device__ __forceinline__ void store_partial_d(const fused_args *a, const warp_state *p,
+                                                       const fused_share *s, int chunk, int slots,
+                                                       const float (&sum)[DOWN_SLABS][4]) {
     int rows = a->down.rows, g = p->lane / 4;
 #pragma unroll
     for (int c = 0; c < 2; c++) {
@@ -301,7 +301,7 @@ static __device__ __forceinline__ void leave_parts(const fused_args *a, const wa
         float *d = a->d + ((int64_t)((int)blockIdx.x + chunk) * s->columns + column) * rows;
 #pragma unroll
         for (int i = 0; i < 2 * DOWN_SLABS; i++) {
-            int slab = first_down_slab(s->group, i / 2 / STAGE_SLABS) + s->k.part * STAGE_SLABS +
+            int slab = first_down_slab(s->group, i / 2 / STAGE_SLABS) + s->k.rank * STAGE_SLABS +
                        i / 2 % STAGE_SLABS;
             int n = slab * SLAB + i % 2 * 8 + g;
             if (n < rows)
@@ -314,7 +314,7 @@ static __device__ __forceinline__ void leave_parts(const fused_args *a, const wa
 
 template <class F>
 static __device__ __forceinline__ void open_fused(const fused_args *a, uint8_t *shared,
-                                                  uint64_t *full, warp_parts *p, fused_share *s) {
+                                                  uint64_t *full, warp_state *p, fused_share *s) {
     const common_args *common = &a->common;
     p->a = common;
     p->warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
@@ -325,9 +325,9 @@ static __device__ __forceinline__ void open_fused(const fused_args *a, uint8_t *
     p->policy = policy_evict_first();
     p->weight = (float *)(shared + common->weights_at);
     s->empty = p->full + 8u * MOQ_MOE_FUSED_STAGES;
-    s->k.part = p->warp % FUSED_SPLITS;
+    s->k.rank = p->warp % FUSED_SPLITS;
     s->group = p->warp / FUSED_SPLITS;
-    s->k.nominal = s->k.part * F::blocks;
+    s->k.nominal = s->k.rank * F::blocks;
     s->k.begin = min(s->k.nominal, common->w.blocks - F::blocks);
     s->k.sums = shared_address(shared + common->staged_at);
     s->columns = a->alone ? 1 : CHUNK;
@@ -342,7 +342,7 @@ static __device__ __forceinline__ void open_fused(const fused_args *a, uint8_t *
 
 /* Multiplies all tiles of the block, at least one, from the x of the first chunk on. */
 template <class F, bool ALONE>
-static __device__ __forceinline__ void multiply_fused(const fused_args *a, const warp_parts *p,
+static __device__ __forceinline__ void multiply_fused(const fused_args *a, const warp_state *p,
                                                       const fused_share *s, uint32_t g,
                                                       typename F::split_columns x) {
     typename F::places places = F::places_of(p);
@@ -357,28 +357,28 @@ static __device__ __forceinline__ void multiply_fused(const fused_args *a, const
             loaded = chunk;
             word = p->t.chunk[chunk];
             typename F::raw_columns raw;
-            ask_columns<F>(p, s, word, &raw);
+            load_columns<F>(p, s, word, &raw);
             x = columns_of_raw<F>(p, word, &raw);
 #pragma unroll
             for (int i = 0; i < 4 * DOWN_SLABS; i++)
                 d[i / 4][i % 4] = 0;
         }
-        bool meets = p->warp / 2 < slots_of_chunk(word);
+        bool makes_g = p->warp / 2 < slots_of_chunk(word);
         gate_rows rows = {};
-        if (meets)
+        if (makes_g)
             rows = rows_of_gate<F>(a, p, within, expert_of_chunk(word));
 #pragma unroll 1
         for (int i = 0; i < a->up_slabs; i++) {
             float sum[4] = {};
             split_stage stage = await_next<F, ALONE>(a, p, s, &walk);
             F::multiply_up(s, places, &stage, x, sum);
-            leave_stage<F>(a, p, s, &walk);
-            stage_slab(p, staged_slab(s, s->k.part, i / 2 * FUSED_SLABS + s->group * 2 + i % 2),
+            release_stage<F>(a, p, s, &walk);
+            stage_slab(p, staged_slab(s, s->k.rank, i / 2 * FUSED_SLABS + s->group * 2 + i % 2),
                        i % 2, sum);
         }
         __syncthreads();
-        if (meets)
-            meet_fused_tile<F>(a, p, s, g, &rows);
+        if (makes_g)
+            make_tile_of_g<F>(a, p, s, g, &rows);
         __syncthreads();
         typename F::fused_columns of_g;
         F::load_g(p, g, &of_g);
@@ -386,10 +386,10 @@ static __device__ __forceinline__ void multiply_fused(const fused_args *a, const
         for (int i = 0; i < DOWN_STAGES; i++) {
             split_stage stage = await_next<F, ALONE>(a, p, s, &walk);
             F::multiply_down(s, places, &stage, of_g, d + i * STAGE_SLABS);
-            leave_stage<F>(a, p, s, &walk);
+            release_stage<F>(a, p, s, &walk);
         }
         if (ALONE || tile + 1 == s->tiles || within + 1 == a->by_fused_tiles.by)
-            leave_parts(a, p, s, chunk, slots_of_chunk(word), d);
+            store_partial_d(a, p, s, chunk, slots_of_chunk(word), d);
         if (++within == a->by_fused_tiles.by) {
             within = 0;
             chunk++;
@@ -405,7 +405,7 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
     uint8_t *shared = aligned<F>(dynamic);
     const fused_args *a = &args;
     const routing *route = &args.common.route;
-    warp_parts p;
+    warp_state p;
     fused_share s;
     open_fused<F>(a, shared, full, &p, &s);
     touch_parameter(args);
@@ -439,13 +439,13 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
         s.first = (int)blockIdx.x * each;
         s.tiles = min(each, tiles - s.first);
         if (s.tiles > 0)
-            ask_columns<F>(&p, &s, p.t.chunk[divide(s.first, &a->by_fused_tiles)], &raw);
+            load_columns<F>(&p, &s, p.t.chunk[divide(s.first, &a->by_fused_tiles)], &raw);
     }
     if (p.warp < a->common.flight)
         fill_fused<F>(a, &p, &s, p.warp, p.warp);
     __syncwarp();
     if (!ALONE && blockIdx.x == 0)
-        leave_places(a, &p.t);
+        store_places(a, &p.t);
     if (a->common.weights_on_input)
         __syncthreads();
     if (s.tiles <= 0)
@@ -463,7 +463,7 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
 typedef struct {
     int expert[MOQ_MOE_TOP_K]; /* -1: the slot does not count */
     float weight[MOQ_MOE_TOP_K];
-    int first[MOQ_MOE_TOP_K], parts[MOQ_MOE_TOP_K]; /* rows of d, in steps of a chunk's columns */
+    int first[MOQ_MOE_TOP_K], splits[MOQ_MOE_TOP_K]; /* rows of d, in steps of a chunk's columns */
 } added_slots;
 
 /* Finds a slot's expert, weight and row of d before the wait. */
@@ -472,7 +472,7 @@ static __device__ __forceinline__ void open_slot(const fused_sum_args *a, added_
     slots->expert[i] = expert_of_slot(&a->route, slot);
     slots->weight[i] = a->weighted ? weight_of_slot(&a->route, slot) : 1.0f;
     slots->first[i] = slot * a->tiles + slot;
-    slots->parts[i] = slots->expert[i] < 0 ? 0 : a->tiles;
+    slots->splits[i] = slots->expert[i] < 0 ? 0 : a->tiles;
 }
 
 /* Finds a slot's row of d from the places that the kernel before stored. */
@@ -485,7 +485,7 @@ static __device__ __forceinline__ void find_slot(const fused_sum_args *a, added_
     int each = fused_tiles_each(all, &a->by_blocks);
     int first = chunk * a->tiles / each, last = (chunk * a->tiles + a->tiles - 1) / each;
     slots->first[i] = (first + chunk) * CHUNK + (int)place % CHUNK;
-    slots->parts[i] = last - first + 1;
+    slots->splits[i] = last - first + 1;
 }
 
 /* Factors and biases of a lane's four columns. */
@@ -500,7 +500,8 @@ static __device__ __forceinline__ lane_rows rows_of_slot(const fused_sum_args *a
     if (expert < 0 || n >= w->rows)
         return rows;
     int64_t at = (int64_t)expert * w->rows + n;
-    float common = w->input_scale ? load_early(w->input_scale + expert * w->parts) : a->factor;
+    float common =
+        w->input_scale ? load_early(w->input_scale + expert * w->partition_count) : a->factor;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         (&rows.factor.x)[i] =
@@ -511,10 +512,10 @@ static __device__ __forceinline__ lane_rows rows_of_slot(const fused_sum_args *a
     return rows;
 }
 
-static __device__ __forceinline__ float4 load_part(const fused_sum_args *a,
-                                                   const added_slots *slots, int i, int part,
-                                                   int n) {
-    int row = slots->first[i] + part * (a->alone ? 1 : CHUNK);
+static __device__ __forceinline__ float4 load_partial(const fused_sum_args *a,
+                                                      const added_slots *slots, int i, int split,
+                                                      int n) {
+    int row = slots->first[i] + split * (a->alone ? 1 : CHUNK);
     return __ldcg((const float4 *)(a->d + (int64_t)row * a->down.rows + n));
 }
 
@@ -552,14 +553,14 @@ static __device__ __forceinline__ void add_by_slots(const fused_sum_args *a, add
         __syncwarp();
     }
     for (int i = warp; i < top_k; i += ADD_WARPS) {
-        int parts = slots->parts[i];
+        int splits = slots->splits[i];
         if (i != warp)
             rows = rows_of_slot(a, slots->expert[i], n);
         float4 sum = make_float4(0, 0, 0, 0);
         if (n < a->down.rows)
 #pragma unroll 4
-            for (int part = lane / lanes; part < parts; part += 32 / lanes)
-                sum = add_four(sum, load_part(a, slots, i, part, n));
+            for (int split = lane / lanes; split < splits; split += 32 / lanes)
+                sum = add_four(sum, load_partial(a, slots, i, split, n));
 #pragma unroll
         for (int other = lanes; other < 32; other *= 2) {
             float4 more;
@@ -579,7 +580,7 @@ static __device__ __forceinline__ void add_by_slots(const fused_sum_args *a, add
     int64_t at = blockIdx.x * a->y_stride + begin + lane;
     float sum = a->accumulate ? moq_load_one(a->y, at, DT) : 0;
     for (int i = 0; i < top_k; i++)
-        if (slots->parts[i])
+        if (slots->splits[i])
             sum = __fadd_rn(sum, value[i][lane]);
     ((uint16_t *)a->y)[at] = (uint16_t)moq_narrow_pair(DT, sum, 0);
 }
@@ -613,22 +614,22 @@ static __device__ __forceinline__ void add_by_columns(const fused_sum_args *a, a
         for (int j = 0; j < ADD_SLOTS; j++) {
             if (i > 0)
                 rows[j] = rows_of_slot(a, i + j < top_k ? slots->expert[i + j] : -1, n);
-            int parts = i + j < top_k ? slots->parts[i + j] : 0;
+            int splits = i + j < top_k ? slots->splits[i + j] : 0;
             sum[j] = more[j] = make_float4(0, 0, 0, 0);
-            if (parts > 0)
-                sum[j] = load_part(a, slots, i + j, 0, n);
-            if (parts > 1)
-                more[j] = load_part(a, slots, i + j, 1, n);
+            if (splits > 0)
+                sum[j] = load_partial(a, slots, i + j, 0, n);
+            if (splits > 1)
+                more[j] = load_partial(a, slots, i + j, 1, n);
         }
 #pragma unroll
         for (int j = 0; j < ADD_SLOTS; j++) {
-            int parts = i + j < top_k ? slots->parts[i + j] : 0;
-            if (parts == 0)
+            int splits = i + j < top_k ? slots->splits[i + j] : 0;
+            if (splits == 0)
                 continue;
             sum[j] = add_four(sum[j], more[j]);
 #pragma unroll 1
-            for (int part = 2; part < parts; part++)
-                sum[j] = add_four(sum[j], load_part(a, slots, i + j, part, n));
+            for (int split = 2; split < splits; split++)
+                sum[j] = add_four(sum[j], load_partial(a, slots, i + j, split, n));
 #pragma unroll
             for (int c = 0; c < 4; c++)
                 (&y.x)[c] =

@@ -88,10 +88,10 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     typedef const uint8_t *target; /* address in the first slab */
     typedef moq_unit_places places;
     typedef struct {
-        uint4 part[2 * stage_blocks];
+        uint4 vector[2 * stage_blocks];
     } columns;
 
-    static __device__ __forceinline__ void aim(const warp_parts *p, const walk &at, int expert,
+    static __device__ __forceinline__ void aim(const warp_state *p, const walk &at, int expert,
                                                target *t) {
         const stack *w = &p->a->w;
         *t = w->weight + expert * w->expert_bytes +
@@ -99,7 +99,7 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     }
 
     /* Fills a stage. The next slab of an expert follows the last block of this one. */
-    static __device__ __forceinline__ void fill(const warp_parts *p, const walk &, target *t,
+    static __device__ __forceinline__ void fill(const warp_state *p, const walk &, target *t,
                                                 int count, uint32_t to, uint32_t bar) {
         uint32_t bytes = (uint32_t)(count * MOQ_PACK_BYTES);
         if (is_elected()) {
@@ -113,7 +113,7 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
         *t += bytes;
     }
 
-    static __device__ __forceinline__ places places_of(const warp_parts *p) {
+    static __device__ __forceinline__ places places_of(const warp_state *p) {
         places at = moq_unit_places_of(p->pipeline, p->lane);
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -123,16 +123,16 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     }
 
     static __device__ __forceinline__ void load_block(const uint8_t *from, int i, columns *x) {
-        x->part[2 * i] = load_part(from + i * X_BLOCK);
-        x->part[2 * i + 1] = load_part(from + i * X_BLOCK + 16);
+        x->vector[2 * i] = load_vector(from + i * X_BLOCK);
+        x->vector[2 * i + 1] = load_vector(from + i * X_BLOCK + 16);
     }
 
-    static __device__ __forceinline__ const uint8_t *columns_at(const warp_parts *p,
+    static __device__ __forceinline__ const uint8_t *columns_at(const warp_state *p,
                                                                 const column *c, int block) {
         return c->row + block * X_BLOCK + p->lane % 4 * 32;
     }
 
-    static __device__ __forceinline__ void load(const warp_parts *p, const column *c, int,
+    static __device__ __forceinline__ void load(const warp_state *p, const column *c, int,
                                                 int block, int count, columns *x) {
 #pragma unroll
         for (int i = 0; i < stage_blocks; i++)
@@ -142,29 +142,29 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
 
     /* Multiplies a stage; loads x of the next one first. */
     template <bool UP>
-    static __device__ __forceinline__ void multiply(const warp_parts *p, const places &at,
+    static __device__ __forceinline__ void multiply(const warp_state *p, const places &at,
                                                     const stage_view &v, columns *x,
                                                     float (&sum)[SLABS][1][4]) {
         columns own = *x;
         load(p, &v.next, 0, v.next_block, v.next_blocks, x);
         mbarrier_wait(v.bar, v.parity);
         if (UP && p->a->weights_on_input)
-            weigh<2 * stage_blocks>(own.part, dtype, v.own.weight);
+            weigh<2 * stage_blocks>(own.vector, dtype, v.own.weight);
 #pragma unroll
         for (int i = 0; i < stage_blocks; i++)
             if (i < v.blocks)
-                multiply_block(at, v.stage + i * MOQ_PACK_BYTES, &own.part[2 * i], sum);
+                multiply_block(at, v.stage + i * MOQ_PACK_BYTES, &own.vector[2 * i], sum);
     }
 
     static __device__ __forceinline__ void
     multiply_block(const places &at, uint32_t unit, const uint4 *x, float (&sum)[SLABS][1][4]) {
-        const uint4 part[1][2] = {{x[0], x[1]}};
+        const uint4 vector[1][2] = {{x[0], x[1]}};
         if constexpr (SLABS == 1) {
-            moq_multiply_units<nvfp4, 1>(at, unit, part, sum);
+            moq_multiply_units<nvfp4, 1>(at, unit, vector, sum);
         } else {
 #pragma unroll
             for (int slab = 0; slab < SLABS; slab += 2)
-                moq_multiply_units<nvfp4, 2>(at, unit + slab * slab_bytes, part,
+                moq_multiply_units<nvfp4, 2>(at, unit + slab * slab_bytes, vector,
                                              (float (&)[2][1][4])sum[slab]);
         }
     }
@@ -181,11 +181,11 @@ template <int SLABS, int BLOCKS, moq_nvfp4_type TYPE> struct nvfp4_split_k : nvf
 
     typedef const uint8_t *split_target;
     typedef struct {
-        uint4 part[2 * BLOCKS];
+        uint4 vector[2 * BLOCKS];
     } split_columns;
     typedef split_columns raw_columns;
 
-    static __device__ __forceinline__ void aim_split(const warp_parts *p, int expert, int slab,
+    static __device__ __forceinline__ void aim_split(const warp_state *p, int expert, int slab,
                                                      int begin, split_target *t) {
         const stack *w = &p->a->w;
         *t = w->weight + expert * w->expert_bytes +
@@ -193,44 +193,44 @@ template <int SLABS, int BLOCKS, moq_nvfp4_type TYPE> struct nvfp4_split_k : nvf
     }
 
     static __device__ __forceinline__ void
-    fill_split_stage(const warp_parts *p, const split_target *t, uint32_t to, uint32_t bar) {
+    fill_split_stage(const warp_state *p, const split_target *t, uint32_t to, uint32_t bar) {
         mbarrier_expect(bar, BLOCKS * MOQ_PACK_BYTES);
         copy_bytes_once(to, *t, BLOCKS * MOQ_PACK_BYTES, bar, p->policy);
     }
 
-    static __device__ __forceinline__ float scale_of_column(const warp_parts *, const column *) {
+    static __device__ __forceinline__ float scale_of_column(const warp_state *, const column *) {
         return 1;
     }
 
-    static __device__ __forceinline__ void load_raw(const warp_parts *p, const column *c, int begin,
+    static __device__ __forceinline__ void load_raw(const warp_state *p, const column *c, int begin,
                                                     int nominal, raw_columns *x) {
         const uint8_t *from = base::columns_at(p, c, begin);
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
-            x->part[2 * i] = load_part(from + i * X_BLOCK);
-            x->part[2 * i + 1] = load_part(from + i * X_BLOCK + 16);
+            x->vector[2 * i] = load_vector(from + i * X_BLOCK);
+            x->vector[2 * i + 1] = load_vector(from + i * X_BLOCK + 16);
         }
         if (begin == nominal)
             return;
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++)
             if (begin + i < nominal)
-                x->part[2 * i] = x->part[2 * i + 1] = make_uint4(0, 0, 0, 0);
+                x->vector[2 * i] = x->vector[2 * i + 1] = make_uint4(0, 0, 0, 0);
     }
 
     template <bool UP>
-    static __device__ __forceinline__ void make_columns(const warp_parts *p, const column *c,
+    static __device__ __forceinline__ void make_columns(const warp_state *p, const column *c,
                                                         const raw_columns *raw, split_columns *x) {
         *x = *raw;
         if (UP && p->a->weights_on_input)
-            weigh<2 * BLOCKS>(x->part, base::dtype, c->weight);
+            weigh<2 * BLOCKS>(x->vector, base::dtype, c->weight);
     }
 
     static __device__ __forceinline__ void multiply_stage(const typename base::places &at,
                                                           const split_stage *stage,
                                                           const split_columns &x, int,
                                                           const split_target &, float (&sum)[4]) {
-        multiply_units<TYPE, BLOCKS>(at, stage->at, x.part, sum);
+        multiply_units<TYPE, BLOCKS>(at, stage->at, x.vector, sum);
     }
 };
 
@@ -251,7 +251,7 @@ template <int BLOCKS, moq_nvfp4_type TYPE> struct nvfp4_fused : nvfp4_split_k<1,
                   "a stage has both");
 
     typedef struct {
-        uint4 part[1][2];
+        uint4 vector[1][2];
     } fused_columns;
 
     /* Parameters of moq_multiply_units for a stage of the second product. */
@@ -280,28 +280,28 @@ template <int BLOCKS, moq_nvfp4_type TYPE> struct nvfp4_fused : nvfp4_split_k<1,
     multiply_up(const fused_share *s, const typename base::places &at, const split_stage *stage,
                 const typename base::split_columns &x, float (&sum)[4]) {
         multiply_units<TYPE, BLOCKS>(at, stage->at + (uint32_t)(s->k.begin * MOQ_PACK_BYTES),
-                                     x.part, sum);
+                                     x.vector, sum);
     }
 
-    static __device__ __forceinline__ void load_g(const warp_parts *p, uint32_t g,
+    static __device__ __forceinline__ void load_g(const warp_state *p, uint32_t g,
                                                   fused_columns *x) {
         uint32_t from = g + (uint32_t)(p->lane / 4 * G_PITCH + p->lane % 4 * 32);
-        x->part[0][0] = load_shared(from);
-        x->part[0][1] = load_shared(from + 16);
+        x->vector[0][0] = load_shared(from);
+        x->vector[0][1] = load_shared(from + 16);
     }
 
     static __device__ __forceinline__ void multiply_down(const fused_share *s,
                                                          const typename base::places &at,
                                                          const split_stage *stage,
                                                          const fused_columns &x, float (*sum)[4]) {
-        uint32_t unit = stage->at + (uint32_t)(s->k.part * STAGE_SLABS * MOQ_PACK_BYTES);
+        uint32_t unit = stage->at + (uint32_t)(s->k.rank * STAGE_SLABS * MOQ_PACK_BYTES);
 #pragma unroll
         for (int i = 0; i < STAGE_SLABS; i += 2) {
             float two[2][1][4];
 #pragma unroll
             for (int j = 0; j < 8; j++)
                 two[j / 4][0][j % 4] = sum[i + j / 4][j % 4];
-            moq_multiply_units<down_units, 2>(at, unit + i * MOQ_PACK_BYTES, x.part, two);
+            moq_multiply_units<down_units, 2>(at, unit + i * MOQ_PACK_BYTES, x.vector, two);
 #pragma unroll
             for (int j = 0; j < 8; j++)
                 sum[i + j / 4][j % 4] = two[j / 4][0][j % 4];

@@ -241,7 +241,7 @@ static __device__ __forceinline__ void group_slots(const routing *r, const table
     __syncthreads();
 }
 
-/* ---- who does what ---- */
+/* ---- shares of warps ---- */
 
 /* The items of a block: `per_chunk` consecutive ones in a chunk, each of `blocks` blocks of K. */
 typedef struct {
@@ -285,12 +285,13 @@ static __device__ __forceinline__ void walk_on(const work *w, walk *a) {
     a->left -= a->piece;
 }
 
-/* ---- sums of an item that is spread over warps ---- */
+/* ---- partial sums of items that warps split ---- */
 
 /* Stages the partial sums of a warp's first piece, COUNT of each lane, if its item began in another
  * warp. */
 template <int COUNT>
-static __device__ __forceinline__ void leave_sums(float *staged, const float *sum, int lane) {
+static __device__ __forceinline__ void stage_partial_sums(float *staged, const float *sum,
+                                                          int lane) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
         staged[i * 32 + lane] = sum[i];
@@ -299,9 +300,9 @@ static __device__ __forceinline__ void leave_sums(float *staged, const float *su
 /* Adds the partial sums of later warps, in their order, for an item of which they have `missing`
  * blocks. */
 template <int COUNT>
-static __device__ __forceinline__ void collect_sums(const work *w, const float *staged,
-                                                    uint32_t barriers, int warp, int missing,
-                                                    float *sum, int lane) {
+static __device__ __forceinline__ void add_partial_sums(const work *w, const float *staged,
+                                                        uint32_t barriers, int warp, int missing,
+                                                        float *sum, int lane) {
 #pragma unroll 1
     while (missing > 0) {
         warp++;
@@ -317,7 +318,7 @@ static __device__ __forceinline__ void collect_sums(const work *w, const float *
     }
 }
 
-/* ---- numbers that are asked for early ---- */
+/* ---- early loads ---- */
 
 /* Loads now: the compiler does not move the load to its use. */
 static __device__ __forceinline__ float load_early(const float *from) {

@@ -31,26 +31,26 @@ namespace moq::moe_decode {
 #define MAX_GROUPS WARPS
 #define STAGED     MOQ_MOE_DECODE_STAGED
 static_assert(1 << LOG_WARPS == WARPS, "a power of two");
-static_assert(STAGED == 3, "as multiply_slices has it");
+static_assert(STAGED == 3, "as multiply_splits has it");
 
 typedef struct {
     uint64_t full[WARPS * MAX_STAGES];
     uint64_t staged[MAX_GROUPS][STAGED];
 } split_barriers;
 
-/* ---- who does what ---- */
+/* ---- shares of warps ---- */
 
 /* A warp's share: a K range, and every `step`th item from the first on. */
 typedef struct {
-    int parts, part; /* warps that split an item's K, and the number of this one */
-    int nominal;     /* first block of K of the warp alone */
-    int begin;       /* first block of its K range, which may overlap the one before */
+    int splits, rank; /* warps that split an item's K, and the number of this one */
+    int nominal;      /* first block of K of the warp alone */
+    int begin;        /* first block of its K range, which may overlap the one before */
     int first, step, items;
     int row_slabs;        /* distance of the first slabs of consecutive items */
     uint32_t stage_bytes; /* bytes of a pipeline stage */
     uint32_t sums;        /* partial sums of the group: [STAGED][splits][slabs][32 lanes] float4 */
     uint32_t staged;      /* barriers of the partial sums */
-} split;
+} split_share;
 
 /* Returns n / d->by for n below 2^31. */
 static __device__ __forceinline__ int divide(int n, const divisor *d) {
@@ -69,14 +69,14 @@ typedef struct {
     int row, chunk;
 } item_place;
 
-static __device__ __forceinline__ item_place place_of_item(const warp_parts *p, int item) {
+static __device__ __forceinline__ item_place place_of_item(const warp_state *p, int item) {
     item_place at;
     at.chunk = divide(item, &p->a->by_items);
     at.row = item - at.chunk * p->a->by_items.by;
     return at;
 }
 
-static __device__ __forceinline__ void next_item(const warp_parts *p, const split *s,
+static __device__ __forceinline__ void next_item(const warp_state *p, const split_share *s,
                                                  item_place *at) {
     at->row += s->step;
     while (at->row >= p->a->by_items.by) {
@@ -88,7 +88,8 @@ static __device__ __forceinline__ void next_item(const warp_parts *p, const spli
 /* Initializes a warp's barriers and finds its place in the block. */
 template <class F>
 static __device__ __forceinline__ void open_split(const common_args *a, uint8_t *shared,
-                                                  split_barriers *bar, warp_parts *p, split *s) {
+                                                  split_barriers *bar, warp_state *p,
+                                                  split_share *s) {
     p->a = a;
     p->warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
     p->lane = (int)threadIdx.x % 32;
@@ -100,23 +101,23 @@ static __device__ __forceinline__ void open_split(const common_args *a, uint8_t 
     p->scale = (float *)(shared + a->scales_at);
     p->weight = (float *)(shared + a->weights_at);
     p->slabs = F::slabs;
-    s->parts = 1 << a->log_splits;
-    s->part = p->warp & (s->parts - 1);
-    s->nominal = s->part * F::blocks;
+    s->splits = 1 << a->log_splits;
+    s->rank = p->warp & (s->splits - 1);
+    s->nominal = s->rank * F::blocks;
     s->begin = min(s->nominal, a->w.blocks - F::blocks);
     int group = p->warp >> a->log_splits;
     s->sums = shared_address(shared + a->staged_at) +
-              (uint32_t)(group * STAGED * s->parts * F::slabs * 512);
+              (uint32_t)(group * STAGED * s->splits * F::slabs * 512);
     s->staged = shared_address(bar->staged[group]);
     if (p->lane < a->stages)
         mbarrier_init(p->full + 8u * p->lane, 1);
-    if (s->part == 0 && p->lane < STAGED)
-        mbarrier_init(s->staged + 8u * p->lane, (uint32_t)(WARP_ARRIVALS * s->parts));
+    if (s->rank == 0 && p->lane < STAGED)
+        mbarrier_init(s->staged + 8u * p->lane, (uint32_t)(WARP_ARRIVALS * s->splits));
     mbarrier_init_fence();
 }
 
 /* Shares the items: equally among blocks, then among the groups of a block. */
-static __device__ __forceinline__ void share_items(warp_parts *p, split *s) {
+static __device__ __forceinline__ void share_items(warp_state *p, split_share *s) {
     const divisor *blocks = &p->a->by_blocks;
     int items = *p->t.chunks * p->a->by_items.by, each = divide(items, blocks);
     int block = (int)blockIdx.x, more = items - each * blocks->by;
@@ -128,7 +129,7 @@ static __device__ __forceinline__ void share_items(warp_parts *p, split *s) {
     s->items = max(count - group + s->step - 1, 0) >> log_groups;
 }
 
-/* ---- the ring ---- */
+/* ---- the pipeline ---- */
 
 /* The next stage that the lane fills: stage `number` of the warp's, if there are so many. */
 template <class F> struct lane_feed {
@@ -138,7 +139,7 @@ template <class F> struct lane_feed {
 
 /* Finds the target of the lane's stage. */
 template <class F>
-static __device__ __forceinline__ void aim_lane(const warp_parts *p, const split *s,
+static __device__ __forceinline__ void aim_lane(const warp_state *p, const split_share *s,
                                                 lane_feed<F> *f) {
     if (f->number >= f->all)
         return;
@@ -152,7 +153,7 @@ static __device__ __forceinline__ void aim_lane(const warp_parts *p, const split
 }
 
 template <class F>
-static __device__ __forceinline__ void fill_place(const warp_parts *p, const split *s,
+static __device__ __forceinline__ void fill_place(const warp_state *p, const split_share *s,
                                                   const lane_feed<F> *f, int place) {
     F::fill_split_stage(p, &f->target, p->pipeline + (uint32_t)place * s->stage_bytes,
                         p->full + 8u * place);
@@ -160,7 +161,8 @@ static __device__ __forceinline__ void fill_place(const warp_parts *p, const spl
 
 /* Fills the first `flight` stages of a fresh pipeline. */
 template <class F>
-static __device__ __forceinline__ lane_feed<F> fill_split(const warp_parts *p, const split *s) {
+static __device__ __forceinline__ lane_feed<F> fill_split(const warp_state *p,
+                                                          const split_share *s) {
     lane_feed<F> f = {p->lane, s->items * p->a->by_stages.by, {}};
     aim_lane(p, s, &f);
     if (p->lane < min(p->a->flight, f.all))
@@ -171,8 +173,9 @@ static __device__ __forceinline__ lane_feed<F> fill_split(const warp_parts *p, c
 
 /* Waits for a stage, and fills another one while the pipeline is fresh. */
 template <class F>
-static __device__ __forceinline__ void
-await_stage(const warp_parts *p, const split *s, const lane_feed<F> *f, const split_stage *stage) {
+static __device__ __forceinline__ void await_stage(const warp_state *p, const split_share *s,
+                                                   const lane_feed<F> *f,
+                                                   const split_stage *stage) {
     mbarrier_wait(stage->bar, stage->parity);
     int next = stage->number + p->a->flight;
     if (next < p->a->stages) {
@@ -185,8 +188,8 @@ await_stage(const warp_parts *p, const split *s, const lane_feed<F> *f, const sp
 /* Refills the place of the consumed stage `number`. Lanes advance half of them at a time: there are
  * never more stages than that. */
 template <class F>
-static __device__ __forceinline__ void refill(const warp_parts *p, const split *s, lane_feed<F> *f,
-                                              int number, int place) {
+static __device__ __forceinline__ void refill(const warp_state *p, const split_share *s,
+                                              lane_feed<F> *f, int number, int place) {
     int next = number + p->a->stages;
     warp_meets();
     if (p->lane == next % 32 && next < f->all)
@@ -197,12 +200,12 @@ static __device__ __forceinline__ void refill(const warp_parts *p, const split *
     }
     __syncwarp();
 }
-static_assert(MAX_STAGES <= 16, "a half of the lanes has more stages than the ring");
+static_assert(MAX_STAGES <= 16, "a half of the lanes has more stages than the pipeline");
 
 /* Multiplies a slab by the warp's K range into `sum`, and advances the pipeline. */
 template <class F>
 static __device__ __forceinline__ void
-multiply_slab(const warp_parts *p, const split *s, lane_feed<F> *f,
+multiply_slab(const warp_state *p, const split_share *s, lane_feed<F> *f,
               const typename F::places &places, const typename F::split_columns &x,
               pipeline_state *place, int *number, float (&sum)[4]) {
 #pragma unroll
@@ -224,7 +227,7 @@ multiply_slab(const warp_parts *p, const split *s, lane_feed<F> *f,
 
 /* Finds the lane's column of a chunk. */
 template <class F, bool UP>
-static __device__ __forceinline__ column column_of_chunk(const warp_parts *p, uint32_t chunk) {
+static __device__ __forceinline__ column column_of_chunk(const warp_state *p, uint32_t chunk) {
     column c = {};
     c.chunk = chunk;
     c.place = first_of_chunk(chunk) + min(p->lane / 4, slots_of_chunk(chunk) - 1);
@@ -237,14 +240,14 @@ static __device__ __forceinline__ column column_of_chunk(const warp_parts *p, ui
     return c;
 }
 
-/* ---- sums of a group ---- */
+/* ---- partial sums of a group ---- */
 
 /* Stages a lane's partial sums of a slab. Lanes change places, and in every other slab neighbouring
  * columns, so that 16 rows of two slabs in one column meet no bank twice. */
 template <class F>
-static __device__ __forceinline__ void stage_sums(const warp_parts *p, const split *s, int index,
-                                                  const float (&sum)[F::slabs][4]) {
-    uint32_t to = s->sums + (uint32_t)((index % STAGED * s->parts + s->part) * F::slabs * 512 +
+static __device__ __forceinline__ void stage_sums(const warp_state *p, const split_share *s,
+                                                  int index, const float (&sum)[F::slabs][4]) {
+    uint32_t to = s->sums + (uint32_t)((index % STAGED * s->splits + s->rank) * F::slabs * 512 +
                                        (p->lane ^ p->lane / 8) * 16);
 #pragma unroll
     for (int i = 0; i < F::slabs; i++)
@@ -257,16 +260,16 @@ static __device__ __forceinline__ void stage_sums(const warp_parts *p, const spl
 /* Returns the sum over split-K in a column: lane i has row i % 16 of slab i / 16, if there are
  * two. */
 template <class F>
-static __device__ __forceinline__ float sum_of_column(const warp_parts *p, const split *s,
+static __device__ __forceinline__ float sum_of_column(const warp_state *p, const split_share *s,
                                                       int index, int c) {
     int g = p->lane % 8, slab = p->lane / 16 * (F::slabs - 1);
-    uint32_t from = s->sums + (uint32_t)((index % STAGED * s->parts * F::slabs + slab) * 512 +
+    uint32_t from = s->sums + (uint32_t)((index % STAGED * s->splits * F::slabs + slab) * 512 +
                                          ((4 * g + c / 2) ^ g / 2) * 16 + p->lane / 8 % 2 * 8 +
                                          (c % 2 ^ slab) * 4);
     float value[WARPS];
 #pragma unroll
     for (int i = 0; i < WARPS; i++)
-        value[i] = i < s->parts
+        value[i] = i < s->splits
                        ? __uint_as_float(load_shared_word(from + (uint32_t)(i * F::slabs * 512)))
                        : 0;
 #pragma unroll
@@ -279,7 +282,7 @@ static __device__ __forceinline__ float sum_of_column(const warp_parts *p, const
 
 /* Returns the lane's row of an item. */
 template <class F>
-static __device__ __forceinline__ int row_of_lane(const warp_parts *p, const split *s,
+static __device__ __forceinline__ int row_of_lane(const warp_state *p, const split_share *s,
                                                   const item_place *at) {
     int slab = at->row * s->row_slabs + p->lane / 16 * (F::slabs - 1) * p->slab_step;
     return slab * SLAB + p->lane % 16;
@@ -291,7 +294,8 @@ typedef struct {
 } lane_factor;
 
 template <class F>
-static __device__ __forceinline__ lane_factor factor_of_lane(const warp_parts *p, const split *s,
+static __device__ __forceinline__ lane_factor factor_of_lane(const warp_state *p,
+                                                             const split_share *s,
                                                              const item_place *at, int expert) {
     const stack *w = &p->a->w;
     int n = row_of_lane<F>(p, s, at);
@@ -301,25 +305,25 @@ static __device__ __forceinline__ lane_factor factor_of_lane(const warp_parts *p
     return f;
 }
 
-/* ---- the way through items whose K warps share ---- */
+/* ---- items with split-K ---- */
 
 /* Waits for the sums of all warps of the group. */
-static __device__ __forceinline__ void await_sums(const split *s, int index) {
+static __device__ __forceinline__ void await_sums(const split_share *s, int index) {
     mbarrier_wait(s->staged + 8u * (index % STAGED), index / STAGED & 1);
 }
 
 /* Adds the warp's slots of the group's item `index` over split-K. `finish` gets the column of the
  * chunk, and of each lane its row and the linear's output. */
 template <class F, class FINISH>
-static __device__ __forceinline__ void meet_sums(const warp_parts *p, const split *s, int index,
-                                                 const item_place *at, uint32_t chunk,
-                                                 const lane_factor &found, FINISH finish) {
+static __device__ __forceinline__ void reduce_sums(const warp_state *p, const split_share *s,
+                                                   int index, const item_place *at, uint32_t chunk,
+                                                   const lane_factor &found, FINISH finish) {
     const stack *w = &p->a->w;
-    int slots = slots_of_chunk(chunk), c = (s->part - index) & (s->parts - 1);
+    int slots = slots_of_chunk(chunk), c = (s->rank - index) & (s->splits - 1);
     if (c < slots)
         await_sums(s, index);
 #pragma unroll 1
-    for (; c < slots; c += s->parts) {
+    for (; c < slots; c += s->splits) {
         int n = row_of_lane<F>(p, s, at), expert = expert_of_chunk(chunk);
         float factor = found.expert * found.row;
         if (F::scaled_tokens)
@@ -335,7 +339,7 @@ static __device__ __forceinline__ void meet_sums(const warp_parts *p, const spli
  * its share of the item before. So a warp that has waited for all sums of an item knows that the
  * one before has been read, and its place, of three, is free for the next item. */
 template <class F, bool UP, class FINISH>
-static __device__ __forceinline__ void multiply_splits(const warp_parts *p, const split *s,
+static __device__ __forceinline__ void multiply_splits(const warp_state *p, const split_share *s,
                                                        lane_feed<F> *f, FINISH finish) {
     if (s->items == 0)
         return;
@@ -368,18 +372,18 @@ static __device__ __forceinline__ void multiply_splits(const warp_parts *p, cons
         if (i > 1)
             await_sums(s, i - 2);
         if (i > 0)
-            meet_sums<F>(p, s, i - 1, &before, chunk_before, found_before, finish);
+            reduce_sums<F>(p, s, i - 1, &before, chunk_before, found_before, finish);
         stage_sums<F>(p, s, i, sum);
         before = at;
         chunk_before = chunk;
         found_before = found;
         next_item(p, s, &at);
     }
-    meet_sums<F>(p, s, s->items - 1, &before, chunk_before, found_before, finish);
+    reduce_sums<F>(p, s, s->items - 1, &before, chunk_before, found_before, finish);
 }
 
 template <class F>
-static __device__ __forceinline__ void store_g(const up_args *a, const warp_parts *p,
+static __device__ __forceinline__ void store_g(const up_args *a, const warp_state *p,
                                                const item_place *at, int place, float value) {
     float up = F::slabs == 2 ? __shfl_down_sync(ALL_LANES, value, 16) : 1;
     int64_t slot = p->t.sorted[place];
@@ -401,8 +405,8 @@ static __global__ void __launch_bounds__(THREADS, 2)
     uint8_t *shared = aligned<F>(dynamic);
     const up_args *a = &args;
     const common_args *common = &args.common;
-    warp_parts p;
-    split s;
+    warp_state p;
+    split_share s;
     open_split<F>(common, shared, &bar, &p, &s);
     p.slab_step = common->pairs;
     s.row_slabs = 1;
@@ -432,8 +436,8 @@ static __global__ void __launch_bounds__(THREADS, 2)
     const down_args *a = &args;
     const common_args *common = &args.common;
     launch_dependents();
-    warp_parts p;
-    split s;
+    warp_state p;
+    split_share s;
     open_split<F>(common, shared, &bar, &p, &s);
     p.slab_step = 1;
     s.row_slabs = F::slabs;
@@ -485,12 +489,12 @@ static __global__ void __launch_bounds__(SUM_THREADS)
 }
 
 static inline moq_status launch_sum(const moq_moe_call *call, down_args *down, moq_err *err) {
-    unsigned parts = (unsigned)((down->common.w.rows + SUM_THREADS - 1) / SUM_THREADS);
+    unsigned blocks = (unsigned)((down->common.w.rows + SUM_THREADS - 1) / SUM_THREADS);
     moq_launch launch = {.what = "the sum over slots",
                          .kernel = call->spec->w13.dtype == MOQ_DT_F16
                                        ? (const void *)moe_decode_sum<MOQ_DT_F16>
                                        : (const void *)moe_decode_sum<MOQ_DT_BF16>,
-                         .grid = dim3((unsigned)call->tokens, parts),
+                         .grid = dim3((unsigned)call->tokens, blocks),
                          .block = dim3(SUM_THREADS),
                          .stream = (cudaStream_t)call->stream,
                          .pdl = true};

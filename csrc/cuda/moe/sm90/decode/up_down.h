@@ -40,11 +40,11 @@ typedef struct {
     const uint8_t *weight;
     const void *weight_scale;         /* FP8 block scales [experts, block rows, blocks of K] */
     const float *output_scale, *bias; /* [experts, rows], or NULL */
-    const float *input_scale;         /* [experts, parts], or NULL */
+    const float *input_scale;         /* [experts, partitions], or NULL */
     int64_t expert_bytes;
-    int rows, columns, blocks; /* sizes of an expert; blocks of K */
-    int slab_bytes;            /* bytes of a packed slab */
-    int parts, part_blocks;    /* partitions, and block rows of each */
+    int rows, columns, blocks;             /* sizes of an expert; blocks of K */
+    int slab_bytes;                        /* bytes of a packed slab */
+    int partition_count, partition_blocks; /* partitions, and block rows of each */
 } stack;
 
 /* A divisor and floor((2^32 - 1) / by). */
@@ -107,7 +107,7 @@ typedef struct {
     uint64_t policy;
     float *scale;  /* token scales of x, by place among the sorted slots */
     float *weight; /* router weights of slots, if the kernel needs them */
-} warp_parts;
+} warp_state;
 
 /* A row of x for the lane: the slot that is its column of the products. Columns without a slot
  * repeat one whose sums nobody reads. */
@@ -134,14 +134,14 @@ template <class F> struct row_scales {
 
 /* ---- a warp ---- */
 
-template <class F> static __device__ __forceinline__ void aim(const warp_parts *p, feed<F> *f) {
+template <class F> static __device__ __forceinline__ void aim(const warp_state *p, feed<F> *f) {
     if (f->at.piece > 0)
         F::aim(p, f->at, expert_of_chunk(p->t.chunk[f->at.chunk]), &f->target);
 }
 
 /* Fills a stage if work is left. */
 template <class F>
-static __device__ __forceinline__ void fill_stage(const warp_parts *p, feed<F> *f, int stage) {
+static __device__ __forceinline__ void fill_stage(const warp_state *p, feed<F> *f, int stage) {
     if (f->at.piece == 0)
         return;
     int blocks = min(F::stage_blocks, f->at.piece);
@@ -156,7 +156,7 @@ static __device__ __forceinline__ void fill_stage(const warp_parts *p, feed<F> *
 }
 
 template <class F>
-static __device__ __forceinline__ void fill_pipeline(const warp_parts *p, feed<F> *f) {
+static __device__ __forceinline__ void fill_pipeline(const warp_state *p, feed<F> *f) {
     f->at = walk_of(&p->own, p->warp);
     f->target = {};
     aim(p, f);
@@ -166,7 +166,7 @@ static __device__ __forceinline__ void fill_pipeline(const warp_parts *p, feed<F
 }
 
 template <class F, bool UP>
-static __device__ __forceinline__ column column_of(const warp_parts *p, const walk *at) {
+static __device__ __forceinline__ column column_of(const warp_state *p, const walk *at) {
     column c = {};
     if (at->piece == 0)
         return c;
@@ -181,7 +181,7 @@ static __device__ __forceinline__ column column_of(const warp_parts *p, const wa
 }
 
 /* Loads 16 bytes of x or g. */
-static __device__ __forceinline__ uint4 load_part(const uint8_t *from) {
+static __device__ __forceinline__ uint4 load_vector(const uint8_t *from) {
     uint4 v;
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -212,7 +212,7 @@ typedef struct {
 /* Multiplies a warp's share, from filled stages on. At the start of an item `begin` loads the
  * operands of its epilogue; `finish` gets these, the item's row, chunk and sums. */
 template <class F, bool UP, class BEGIN, class FINISH>
-static __device__ __forceinline__ void multiply_items(const warp_parts *p, feed<F> *f,
+static __device__ __forceinline__ void multiply_items(const warp_state *p, feed<F> *f,
                                                       float *staged, uint32_t staged_bar,
                                                       BEGIN begin, FINISH finish) {
     walk at = walk_of(&p->own, p->warp);
@@ -255,12 +255,12 @@ static __device__ __forceinline__ void multiply_items(const warp_parts *p, feed<
             advance(&place, p->a->stages);
         }
         if (!whole) {
-            leave_sums<4 * F::slabs>(staged + p->warp * (4 * F::slabs * 32), &sum[0][0][0],
-                                     p->lane);
+            stage_partial_sums<4 * F::slabs>(staged + p->warp * (4 * F::slabs * 32), &sum[0][0][0],
+                                             p->lane);
             warp_releases<false>(staged_bar + 8u * p->warp);
         } else {
-            collect_sums<4 * F::slabs>(&p->own, staged, staged_bar, p->warp, p->own.blocks - done,
-                                       &sum[0][0][0], p->lane);
+            add_partial_sums<4 * F::slabs>(&p->own, staged, staged_bar, p->warp,
+                                           p->own.blocks - done, &sum[0][0][0], p->lane);
             finish(at.row, own.chunk, sum, found);
         }
         if (ahead.piece == 0)
@@ -273,7 +273,7 @@ static __device__ __forceinline__ void multiply_items(const warp_parts *p, feed<
 /* Initializes a warp's barriers and finds its place in the block. */
 template <class F>
 static __device__ __forceinline__ void open_warp(const common_args *a, uint8_t *shared,
-                                                 barriers *bar, warp_parts *p) {
+                                                 barriers *bar, warp_state *p) {
     p->a = a;
     p->t = tables_of(&a->route, shared, 0);
     p->warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
@@ -291,7 +291,7 @@ static __device__ __forceinline__ void open_warp(const common_args *a, uint8_t *
 }
 
 /* Loads the router's weights, which all threads see after group_slots. */
-static __device__ __forceinline__ void load_weights(const warp_parts *p) {
+static __device__ __forceinline__ void load_weights(const warp_state *p) {
     for (int i = (int)threadIdx.x; p->a->weighted && i < p->a->route.slots; i += (int)blockDim.x)
         p->weight[i] = weight_of_slot(&p->a->route, i);
 }
@@ -320,12 +320,12 @@ static __device__ __forceinline__ float activate_inline(const moe::activation *a
 
 /* Returns the lane's row g + 8 h of slab i, in an item's row. */
 template <class F>
-static __device__ __forceinline__ int row_of(const warp_parts *p, int row, int i, int h) {
+static __device__ __forceinline__ int row_of(const warp_state *p, int row, int i, int h) {
     return (p->slab + i * p->slab_step + row) * SLAB + p->lane / 4 + 8 * h;
 }
 
 template <class F>
-static __device__ __forceinline__ row_scales<F> scales_of_rows(const warp_parts *p, int row,
+static __device__ __forceinline__ row_scales<F> scales_of_rows(const warp_state *p, int row,
                                                                uint32_t chunk) {
     const stack *w = &p->a->w;
     row_scales<F> s = {};
@@ -346,7 +346,7 @@ static __device__ __forceinline__ row_scales<F> scales_of_rows(const warp_parts 
 /* Returns the linear's output of a lane's sum: row g + 8 h of slab i, column 2 t + c of the
  * chunk. */
 template <class F>
-static __device__ __forceinline__ float output_of(const warp_parts *p, const row_scales<F> &s,
+static __device__ __forceinline__ float output_of(const warp_state *p, const row_scales<F> &s,
                                                   const sums<F> &sum, int row, int i, int h, int c,
                                                   uint32_t chunk) {
     const stack *w = &p->a->w;
@@ -361,7 +361,7 @@ static __device__ __forceinline__ float output_of(const warp_parts *p, const row
 }
 
 template <class F>
-static __device__ __forceinline__ void store_pair(const up_args *a, const warp_parts *p, int row,
+static __device__ __forceinline__ void store_pair(const up_args *a, const warp_state *p, int row,
                                                   uint32_t chunk, const sums<F> &sum,
                                                   const row_scales<F> &s) {
 #pragma unroll
@@ -395,7 +395,7 @@ static __device__ __forceinline__ void store_pair(const up_args *a, const warp_p
 
 /* Sends the outputs of slots to the blocks that add their rows: [slots][rows of a block]. */
 template <class F>
-static __device__ __forceinline__ void give_sums(const down_args *a, const warp_parts *p,
+static __device__ __forceinline__ void give_sums(const down_args *a, const warp_state *p,
                                                  uint32_t to, uint32_t chunk, const sums<F> &sum,
                                                  const row_scales<F> &s) {
     const int rows = F::slabs * SLAB >> a->log_cluster;
@@ -420,7 +420,7 @@ static __device__ __forceinline__ void give_sums(const down_args *a, const warp_
 
 /* Writes y of the block's rows from `first` on, added in the order of slots. */
 template <class F>
-static __device__ __forceinline__ void combine(const down_args *a, const warp_parts *p,
+static __device__ __forceinline__ void combine(const down_args *a, const warp_state *p,
                                                const float *sums, int first) {
     const int rows = F::slabs * SLAB >> a->log_cluster, top_k = a->common.route.top_k;
     for (int i = (int)threadIdx.x; i < a->tokens * rows; i += THREADS) {
@@ -446,7 +446,7 @@ typedef struct {
     int begin, end;
 } places_of_block;
 
-static __device__ __forceinline__ places_of_block block_places(const warp_parts *p) {
+static __device__ __forceinline__ places_of_block block_places(const warp_state *p) {
     places_of_block b = {0, 0};
     int items = p->own.steps / p->own.blocks;
     if (items == 0)
@@ -459,7 +459,7 @@ static __device__ __forceinline__ places_of_block block_places(const warp_parts 
 }
 
 /* Finds token scales from all of x, a warp for a slot. */
-template <class F> static __device__ __forceinline__ void find_token_scales(const warp_parts *p) {
+template <class F> static __device__ __forceinline__ void find_token_scales(const warp_state *p) {
     places_of_block b = block_places(p);
     for (int place = b.begin + p->warp; place < b.end; place += WARPS) {
         int slot = p->t.sorted[place], token = slot / p->a->route.top_k;
@@ -482,7 +482,7 @@ template <class F> static __device__ __forceinline__ void find_token_scales(cons
 }
 
 /* Finds token scales from the maxima of g that the first kernel stored. */
-static __device__ __forceinline__ void find_slot_scales(const warp_parts *p) {
+static __device__ __forceinline__ void find_slot_scales(const warp_state *p) {
     places_of_block b = block_places(p);
     for (int place = b.begin + p->warp; place < b.end; place += WARPS) {
         const float *from = p->a->maxima + p->t.sorted[place] * p->a->pairs;
@@ -506,7 +506,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     uint8_t *shared = aligned<F>(dynamic);
     const up_args *a = &args;
     const common_args *common = &args.common;
-    warp_parts p;
+    warp_state p;
     open_warp<F>(common, shared, &bar, &p);
     int64_t place = open_tables<false>(&common->route, &p.t);
     wait_for_predecessor();
@@ -542,7 +542,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     const down_args *a = &args;
     const common_args *common = &args.common;
     launch_dependents();
-    warp_parts p;
+    warp_state p;
     open_warp<F>(common, shared, &bar, &p);
     int64_t place = open_tables<false>(&common->route, &p.t);
     if (a->log_cluster)
@@ -606,8 +606,8 @@ static inline common_args common_of(const moq_moe_call *call, const moq_moe_deco
     c.w.input_scale = w->input_scale;
     c.w.rows = (int)layer->out_features;
     c.w.columns = (int)layer->in_features;
-    c.w.parts = layer->partition_count;
-    c.w.part_blocks = (int)((layer->partition[0] + 127) / 128);
+    c.w.partition_count = layer->partition_count;
+    c.w.partition_blocks = (int)((layer->partition[0] + 127) / 128);
     c.pairs = (int)(call->spec->w2.in_features / SLAB);
     c.maxima = (float *)((uint8_t *)call->workspace +
                          moq_moe_decode_inner_bytes(call->spec, call->tokens));

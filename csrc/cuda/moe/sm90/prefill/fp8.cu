@@ -71,8 +71,7 @@ template <class S, class F> static __device__ __forceinline__ void with_width(in
         make(width<S::tokens>());
 }
 
-/* ---- boards, which a warp fills a tile ahead: their latency is more than a short tile's products
- * take ---- */
+/* ---- epilogue operands, loaded a tile ahead: short tiles would not hide the latency ---- */
 
 #define EPILOGUE_STAGES   2
 #define EPILOGUE_BARRIERS (2 * EPILOGUE_STAGES)
@@ -301,7 +300,7 @@ static int writers_of_g(const moe::expert_product *p) {
 }
 
 static moq_status multiply_fp8(const moe::expert_product *p, moq_err *err) {
-    bool groups = p->rows->form == moe::ROWS_GROUP, narrow = p->tile_rows == 64;
+    bool groups = p->rows->format == moe::ROWS_GROUP, narrow = p->tile_rows == 64;
     if (!groups && !narrow)
         return multiply_fp8_large(p, err);
     variant v = !groups  ? variant_of<false, 64>()

@@ -32,7 +32,7 @@ typedef struct {
     uint32_t (*most)[OUT_TOKENS];
 } output_path;
 
-/* ---- what tiles bring ---- */
+/* ---- epilogue operands ---- */
 
 /* Loads the epilogue operands of a warpgroup, by threads `first` and every `apart` after. Tokens
  * without factors get 1. */
@@ -53,13 +53,13 @@ static __device__ __forceinline__ void fetch_epilogue_operands(const gemm_args *
         if (a->bias)
             copy_async_4(shared_address(&state->bias[i]), a->bias + at, bytes);
     }
-    if (USE != OF_D && !S::groups && a->form == G_TENSOR && first == 0)
+    if (USE != OF_D && !S::groups && a->format == G_TENSOR && first == 0)
         copy_async_4(shared_address(&state->scale), a->g_scale + expert, 4);
 #pragma unroll 1
     for (int i = first; !S::groups && i < p->rows.rows; i += apart) {
         if (of_tokens)
             copy_async_4(shared_address(&state->token[i]),
-                         of_tokens + (a->x_scale ? i : expert * a->parts), 4);
+                         of_tokens + (a->x_scale ? i : expert * a->partition_count), 4);
         else
             state->token[i] = 1.0f;
     }
@@ -102,8 +102,7 @@ static __device__ __forceinline__ float2 factors_of(const epilogue_operands *sta
                      : *(const float2 *)(state->token + token + threadIdx.x % 4 * 2);
 }
 
-/* ---- the way through shared memory: rows of 64 or 128 bytes, whose pieces of 16 lie so that eight
- * rows have all banks ---- */
+/* ---- staging: 16-byte pieces of rows of 64 or 128 bytes, eight rows use all banks ---- */
 
 template <int BYTES> static __device__ __forceinline__ int place_in_row(int token, int piece) {
     return token * BYTES + (BYTES == 64 ? piece ^ token / 2 % 4 : piece ^ token % 8) * 16;
@@ -276,7 +275,7 @@ stage_g(const gemm_args *a, const output_path *w, const fast_silu *s, const term
         for (int odd = 0; odd < 2; odd++)
             pair[j][odd] = moq_narrow_pair(dtype, g[0][odd], g[1][odd]);
     }
-    if (S::groups || a->form != G_TENSOR) {
+    if (S::groups || a->format != G_TENSOR) {
         stage_pairs(w->room, token, pair[0]);
         stage_pairs(w->room, token + 8, pair[1]);
     } else {
@@ -293,7 +292,7 @@ stage_g(const gemm_args *a, const output_path *w, const fast_silu *s, const term
 template <class S>
 static __device__ __forceinline__ void carry_g(const gemm_args *a, const output_path *w,
                                                int64_t row, int column, int end, int count) {
-    if (a->form == G_VALUES)
+    if (a->format == G_VALUES)
         carry_values<S>(&a->out, w->room, row, column, end, count);
     else if (S::groups)
         carry_groups<S>(a, w, row, column, count);
@@ -310,7 +309,7 @@ static __device__ __forceinline__ void write_g(const gemm_args *a, const place *
                                                float (&gate)[S::T / 2], float (&up)[S::T / 2]) {
     int group = threadIdx.x / 128, rows = p->rows.rows;
     moq_dtype dtype = DTYPE == MOQ_DT_NONE ? a->out.dtype : DTYPE;
-    float scale = !S::groups && a->form == G_TENSOR ? __frcp_rn(w->state->scale) : 1.0f;
+    float scale = !S::groups && a->format == G_TENSOR ? __frcp_rn(w->state->scale) : 1.0f;
     fast_silu s = fast_silu_of(&a->act);
 #pragma unroll 1
     for (int first = 0; first < rows; first += S::at_once) {

@@ -34,7 +34,7 @@ template <int N> struct large_tile {
 
 typedef large_tile<136> largest;
 
-/* ---- rings ---- */
+/* ---- pipelines ---- */
 
 /* Returns the barriers of full stages of a warpgroup's W; those of empty stages follow. */
 static __device__ __forceinline__ uint32_t barriers_of_weights(uint32_t first, int group) {
@@ -159,7 +159,7 @@ typedef struct {
 } large_paths;
 
 /* Returns the place of the queue's next tile, or of its last one. */
-static __device__ __forceinline__ place place_near(const gemm_args *a, const tile_queue *q) {
+static __device__ __forceinline__ place place_of_next(const gemm_args *a, const tile_queue *q) {
     return place_at<largest>(a, min(q->number, q->end - 1));
 }
 
@@ -180,7 +180,7 @@ static __device__ __forceinline__ void make_tile(const gemm_args *a, const large
                                                  large_paths *w, int group) {
     float sum[2][S::T / 2] = {};
     multiply_large<S>(t, a->steps, at, sum);
-    place next = place_near(a, q);
+    place next = place_of_next(a, q);
     copy_async_wait<0>();
     barrier_sync(2 + group, 128); /* all threads have finished the tile before */
     output_path own = w->out;
@@ -219,7 +219,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const large_p
     tile_queue q = tiles_of_block<largest>(a);
     if (q.number >= q.end)
         return;
-    place p = place_near(a, &q);
+    place p = place_of_next(a, &q);
     prefetch_epilogue_operands<USE>(a, &p, &w->out, group);
     if (group == 1)
         barrier_sync(1, 256);

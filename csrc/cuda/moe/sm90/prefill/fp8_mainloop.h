@@ -17,7 +17,7 @@
 
 namespace moq::moe_prefill {
 
-/* ---- tiles ---- */
+/* ---- published tiles ---- */
 
 /* Returns the place of a tile in the order of the head: tiles of W alternate among TOGETHER tiles
  * of rows. */
@@ -54,7 +54,7 @@ static __device__ __forceinline__ place read_published_tile(const scheduler_queu
     return {{p.x, p.y, p.z}, p.w};
 }
 
-/* ---- rings ---- */
+/* ---- pipeline of weights ---- */
 
 typedef struct {
     const CUtensorMap *map;
@@ -85,7 +85,7 @@ static __device__ __forceinline__ void copy_weights(const gemm_args *a, const co
     }
 }
 
-/* ---- claims ---- */
+/* ---- dynamic tile scheduler ---- */
 
 #define LEAD 4 /* steps of W before the end of a tile at which the next one is acquired */
 
@@ -147,7 +147,7 @@ static __device__ __forceinline__ void produce_weights(const gemm_args *a, const
     publish_tile(scheduler, &at, &none);
 }
 
-/* ---- rows ---- */
+/* ---- pipeline of rows ---- */
 
 /* Waits until the first product has written the g of a tile's rows by ordinary stores. TMA then
  * reads them for this thread. */

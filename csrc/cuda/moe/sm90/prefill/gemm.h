@@ -48,7 +48,7 @@ typedef struct {
     int half;   /* rows of gate: I */
     moe::activation act;
     moq_output out; /* g, or rounded d; FP8 products may write codes of g instead: */
-    g_format form;
+    g_format format;
     uint8_t *codes; /* rows [code_stride], and scales by groups [I / 128, g_scale_stride], */
     float *g_scale; /* or per-tensor scales [E, 1] */
     int64_t code_stride, g_scale_stride;
@@ -61,7 +61,7 @@ typedef struct {
     const float *x_scale; /* of rows, or by groups [steps, x_scale_stride], or NULL */
     int64_t x_scale_stride;
     const float *input_scale; /* [E, partitions] if x_scale is NULL, or NULL too */
-    int parts;
+    int partition_count;
     const float *block_scale; /* [E, block rows, steps] */
     int64_t block_step;
     moq_partitions partitions;
@@ -206,7 +206,7 @@ static gemm_args args_of(const moe::expert_product *p, int64_t steps, int64_t he
         a.d = (float *)p->out;
     a.output_scale = w->output_scale;
     a.bias = w->bias;
-    a.parts = spec->partition_count;
+    a.partition_count = spec->partition_count;
     a.early = p->early;
     a.acquired = p->groups->count + (p->first ? 2 : 3);
     a.written = p->written;
@@ -216,7 +216,7 @@ static gemm_args args_of(const moe::expert_product *p, int64_t steps, int64_t he
         a.top_k = call->spec->top_k;
         a.x = (const uint8_t *)p->rows->data;
         a.x_stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
-        a.bytes = moe::row_bytes(p->rows->form, spec->dtype, spec->in_features);
+        a.bytes = moe::row_bytes(p->rows->format, spec->dtype, spec->in_features);
     }
     return a;
 }
@@ -226,14 +226,14 @@ static gemm_args fp8_args_of(const moe::expert_product *p) {
     int64_t steps = (p->spec->in_features + 127) / 128;
     gemm_args a = args_of(p, steps, p->spec->out_features, 2);
     if (p->first) {
-        bool by_expert = p->g->form == moe::ROWS_TENSOR;
-        a.form = g_format_of(p->call->spec);
+        bool by_expert = p->g->format == moe::ROWS_TENSOR;
+        a.format = g_format_of(p->call->spec);
         a.codes = (uint8_t *)p->g->data;
         a.code_stride = p->call->spec->w2.in_features;
         a.g_scale = (float *)(by_expert ? p->call->w2.input_scale : p->g->scales);
         a.g_scale_stride = p->g->scale_stride;
     }
-    a.x_scale = p->rows->form == moe::ROWS_TENSOR ? NULL : (const float *)p->rows->scales;
+    a.x_scale = p->rows->format == moe::ROWS_TENSOR ? NULL : (const float *)p->rows->scales;
     a.x_scale_stride = p->rows->scale_stride;
     a.input_scale = p->weight->input_scale;
     a.block_scale = (const float *)p->weight->weight_scale;

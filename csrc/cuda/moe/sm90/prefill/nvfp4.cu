@@ -72,7 +72,7 @@ struct unit_shape {
         box_slabs * MOQ_PACK_ROWS * (gated ? 1 : 2); /* columns of the output */
     static constexpr int columns_of_wave = mixed ? WAVE_ROWS / 2 : WAVE_ROWS;
     /* Tokens of the first of the wgmma instructions of a step. */
-    static constexpr int part = N == 80 ? 48 : N == 112 ? 64 : N == 288 ? 144 : N;
+    static constexpr int first_tokens = N == 80 ? 48 : N == 112 ? 64 : N == 288 ? 144 : N;
     /* Groups of 16 columns whose operands are in registers at a time, double-buffered: fewer if
      * sums leave less room. */
     static constexpr int depth = own_units == 1 || (waves == 2 && N == 64) ? 2 : 4;
@@ -93,7 +93,7 @@ struct unit_shape {
     template <int M> using of_width = unit_shape<TYPE, FOR, MOST, M, UNITS, WAVES>;
 };
 
-/* ---- the order of tiles ---- */
+/* ---- widths of products ---- */
 
 /* Returns the width of the products for so many rows: one of a few, each with its own code. Rare
  * activations use the largest, the only one compiled for them. */
@@ -119,7 +119,7 @@ template <class S> static __device__ __forceinline__ constexpr int widths_of(voi
     return S::large ? 5 : S::tokens == 128 ? 6 : S::tokens / 16;
 }
 
-/* ---- the order of tiles ---- */
+/* ---- tile scheduler: order of tiles ---- */
 
 #define ALL_LANES 0xffffffffu
 
@@ -207,7 +207,7 @@ static __device__ __forceinline__ place find_tile(const gemm_args *a, const sche
     }
 }
 
-/* ---- claims ---- */
+/* ---- tile scheduler: acquired and published tiles ---- */
 
 /* Adds 1 and returns the value before. ptxas would turn an addition into one for all lanes and wait
  * for its answer at once. */
@@ -274,7 +274,7 @@ static __device__ __forceinline__ void for_tiles_of_width(const gemm_args *a, sc
     }
 }
 
-/* ---- the copy engine ---- */
+/* ---- producers: TMA ---- */
 
 typedef struct {
     const CUtensorMap *units, *rows;
@@ -361,7 +361,7 @@ static __device__ __forceinline__ void produce_rows(const gemm_args *a, const fe
     });
 }
 
-/* ---- rows that are gathered ---- */
+/* ---- producers: gathered rows ---- */
 
 /* Offsets in x of a tile's rows, in 16 bytes: rows lane and lane + 32. */
 typedef struct {
@@ -437,7 +437,7 @@ static __device__ __forceinline__ void let_products_see(const gemm_args *a, cons
     });
 }
 
-/* ---- all of them ---- */
+/* ---- producers and barriers ---- */
 
 template <class S> static __device__ __forceinline__ bool gathers(const gemm_args *a) {
     return S::tokens <= 64 && S::use != OF_D && a->slot;
@@ -572,7 +572,7 @@ static __device__ __forceinline__ void decode_piece(const packed_piece<S> *p,
 }
 
 template <class S, int COUNT>
-static __device__ __forceinline__ void multiply_medium(const uint32_t (&weights)[4], uint64_t rows,
+static __device__ __forceinline__ void multiply_tokens(const uint32_t (&weights)[4], uint64_t rows,
                                                        float *sum) {
     float (&some)[COUNT] = *(float (*)[COUNT])sum;
     if constexpr (S::type == nvfp4_prefill::AS_BF16)
@@ -594,10 +594,10 @@ static __device__ __forceinline__ void queue_piece(const unit_reader *t, const p
     wgmma_fence();
 #pragma unroll
     for (int s = 0; s < S::depth; s++, at += 2) {
-        multiply_medium<S, S::part / 2>(o->group[s], rest | at, sum);
-        if constexpr (S::part < S::T)
-            multiply_medium<S, (S::T - S::part) / 2>(o->group[s], rest | (at + S::part * 8),
-                                                     sum + S::part / 2);
+        multiply_tokens<S, S::first_tokens / 2>(o->group[s], rest | at, sum);
+        if constexpr (S::first_tokens < S::T)
+            multiply_tokens<S, (S::T - S::first_tokens) / 2>(
+                o->group[s], rest | (at + S::first_tokens * 8), sum + S::first_tokens / 2);
     }
     wgmma_commit();
 }

@@ -174,8 +174,8 @@ static __device__ __forceinline__ void write_mixed_g(const gemm_args *a, const p
 
 template <class S, kind_of_code KIND>
 static __device__ __forceinline__ void
-write_partial_g(const gemm_args *a, const place *p, uint32_t room, const terms (&e)[2], int group,
-                float (&sum)[S::waves][S::T / 2]) {
+write_waves_of_g(const gemm_args *a, const place *p, uint32_t room, const terms (&e)[2], int group,
+                 float (&sum)[S::waves][S::T / 2]) {
     constexpr int LAST = S::waves - 1;
     int column = column_of_wave<S>(p, group, 0);
     if constexpr (S::mixed)
@@ -193,7 +193,7 @@ static __device__ __forceinline__ void write_g(const gemm_args *a, const place *
                                                const terms (&e)[2], int group,
                                                float (&sum)[S::waves][S::T / 2]) {
     with_code<S::use, S::T == S::tokens>(&a->act, [&](auto code) {
-        write_partial_g<S, decltype(code)::kind>(a, p, room, e, group, sum);
+        write_waves_of_g<S, decltype(code)::kind>(a, p, room, e, group, sum);
     });
 }
 

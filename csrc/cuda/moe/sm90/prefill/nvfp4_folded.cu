@@ -94,7 +94,7 @@ static __device__ __forceinline__ int end_of_rows(const gemm_args *a, int half) 
     return USE == OF_GATE_AND_UP ? (half + 1) * a->half : a->n;
 }
 
-/* ---- rings ---- */
+/* ---- barriers ---- */
 
 /* Barriers of the stages: rows full, operands full, both empty; packed weights full, and empty. */
 typedef struct {
@@ -124,7 +124,7 @@ static __device__ __forceinline__ folded_barriers make_folded_barriers(const fol
     return b;
 }
 
-/* ---- copies ---- */
+/* ---- producers ---- */
 
 /* Copies packed weights, 64 rows by 128 columns in a box, and the powers of two of a tile's rows
  * beside its first step. */
@@ -200,7 +200,7 @@ produce_shared_rows(const gemm_args *a, const CUtensorMap *map, const folded_bar
     }
 }
 
-/* ---- folding ---- */
+/* ---- folding warps ---- */
 
 /* Stores the operand of a unit, a row's 64 columns in four pieces of 16 bytes: rows g of the slab
  * and, two eights further, rows g + 8. `to` is the place of the lane's row and piece. */
@@ -269,7 +269,7 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
     }
 }
 
-/* ---- products ---- */
+/* ---- consumers ---- */
 
 /* A consumer's pipeline: the operand of its warpgroup and all rows, in the first stage. */
 typedef struct {
@@ -453,7 +453,7 @@ static __device__ __forceinline__ void finish_four(const terms *e, const float *
         value[i] = finish_sum(sum[i], e->factor[i / 2], i % 2 ? own.y : own.x, e->bias[i / 2]);
 }
 
-/* ---- outputs of 16 bits ---- */
+/* ---- epilogue: outputs of 16 bits ---- */
 
 /* Stages g of a chunk, or d, 64 bytes a token; without a gate, the second half follows. */
 template <product_use USE, kind_of_code KIND>
@@ -513,7 +513,7 @@ static __device__ __forceinline__ void write_folded_g(const gemm_args *a, const 
     }
 }
 
-/* ---- d in float32 ---- */
+/* ---- epilogue: d in float32 ---- */
 
 /* Stages d of a chunk in the 128-byte swizzle. */
 static __device__ __forceinline__ void stage_d(uint32_t room, const terms *e, const float *x,

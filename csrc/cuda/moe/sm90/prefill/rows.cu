@@ -29,8 +29,8 @@ typedef enum { OF_TOKEN, OF_G, TREATED } row_source;
 typedef struct {
     moq_rows from; /* x from the chunk's first token on, or g */
     moe::slot_groups groups;
-    const float *input_scale; /* [E, parts] */
-    int parts, top_k, k;
+    const float *input_scale; /* [E, partitions] */
+    int partition_count, top_k, k;
     int sources;    /* tokens, or rows at most */
     uint8_t *codes; /* [rows, k], or values */
     float *scales;  /* of rows, or of groups [K / 128, scale_stride] */
@@ -45,9 +45,9 @@ typedef struct {
 
 /* Shape of a kernel that makes rows: LANES have one. PAIRED: in the order of
  * moq_cuda_quantize.paired. */
-template <moe::row_format FORM_, row_source SOURCE_, moq_dtype DTYPE_, int LANES_, bool PAIRED_>
+template <moe::row_format FORMAT_, row_source SOURCE_, moq_dtype DTYPE_, int LANES_, bool PAIRED_>
 struct row_shape {
-    static constexpr moe::row_format FORM = FORM_;
+    static constexpr moe::row_format FORMAT = FORMAT_;
     static constexpr row_source SOURCE = SOURCE_;
     static constexpr moq_dtype DTYPE = DTYPE_;
     static constexpr int LANES = LANES_;
@@ -98,8 +98,8 @@ static __device__ __forceinline__ value_row find_source(const row_args *a, int n
         find_row<S>(a, number, &v);
     else if (lane < a->top_k)
         v.row = a->groups.row[(int64_t)number * a->top_k + lane];
-    if (S::FORM == moe::ROWS_TENSOR && v.row >= 0)
-        v.factor = __frcp_rn(a->input_scale[(int64_t)a->groups.owner[v.row] * a->parts]);
+    if (S::FORMAT == moe::ROWS_TENSOR && v.row >= 0)
+        v.factor = __frcp_rn(a->input_scale[(int64_t)a->groups.owner[v.row] * a->partition_count]);
     return v;
 }
 
@@ -209,11 +209,11 @@ static __device__ __forceinline__ void make_span(const row_args *a, const value_
     for (int i = 0; i < AT_ONCE; i++) {
         float value[16];
         read_chunk<S>(a, v, column_of_lane<S>(base) + S::STEP * i, &chunk[i], value);
-        if (S::FORM == moe::ROWS_TENSOR) {
+        if (S::FORMAT == moe::ROWS_TENSOR) {
             code[i] = moq_codes_multiplied(value, scale);
             continue;
         }
-        if (S::FORM == moe::ROWS_GROUP)
+        if (S::FORMAT == moe::ROWS_GROUP)
             scale = moq_group_scale(__uint_as_float(
                 moq_max_of_lanes(moq_chunk_amax_bits(&chunk[i], false, S::DTYPE), 8)));
         uint4 c = divided_codes(value, scale);
@@ -235,7 +235,7 @@ static __device__ __forceinline__ void store_span(const row_args *a, int row, in
         if (column + S::STEP * i >= a->k)
             break;
         *(uint4 *)(a->codes + (int64_t)row * a->k + column + S::STEP * i) = code[i];
-        if (S::FORM == moe::ROWS_GROUP && threadIdx.x % 8 == 0)
+        if (S::FORMAT == moe::ROWS_GROUP && threadIdx.x % 8 == 0)
             a->scales[(column + S::STEP * i) / 128 * a->scale_stride + row] = group[i];
     }
 }
@@ -310,15 +310,15 @@ template <class S>
 static __global__ void __launch_bounds__(ROW_THREADS)
     make_codes_of_token(const __grid_constant__ row_args a) {
     int number = (int)((blockIdx.x * ROW_THREADS + threadIdx.x) / S::LANES);
-    int begin = S::FORM == moe::ROWS_TOKEN ? (a.k - 1) / S::SPAN * S::SPAN : 0;
+    int begin = S::FORMAT == moe::ROWS_TOKEN ? (a.k - 1) / S::SPAN * S::SPAN : 0;
     value_row v = {min(number, a.sources - 1), -1, 1.0f, false, 1.0f, NULL};
     moq_chunk chunk[AT_ONCE];
     uint4 code[AT_ONCE];
     float group[AT_ONCE], scale = 0.0f;
     load_span<S>(&a, v.from, begin, chunk);
-    if (S::FORM == moe::ROWS_TOKEN)
+    if (S::FORMAT == moe::ROWS_TOKEN)
         scale = find_scale<S>(&a, &v, begin, chunk);
-    if (S::FORM != moe::ROWS_TENSOR)
+    if (S::FORMAT != moe::ROWS_TENSOR)
         make_span<S>(&a, &v, 0, chunk, scale, group, code);
     wait_for_predecessor();
     launch_dependents(); /* the next kernel may rely on the groups */
@@ -326,7 +326,7 @@ static __global__ void __launch_bounds__(ROW_THREADS)
     uint32_t slots = __ballot_sync(0xffffffffu, v.row >= 0);
     if (!slots)
         return;
-    if (S::FORM == moe::ROWS_TOKEN && v.row >= 0)
+    if (S::FORMAT == moe::ROWS_TOKEN && v.row >= 0)
         a.scales[v.row] = scale;
     if (a.written && v.row >= 0)
         a.written[v.row] = 0;
@@ -334,7 +334,7 @@ static __global__ void __launch_bounds__(ROW_THREADS)
     for (int base = 0; base < a.k; base += S::SPAN) {
         if (base > 0)
             load_span<S>(&a, v.from, base, chunk);
-        if (S::FORM == moe::ROWS_TENSOR) {
+        if (S::FORMAT == moe::ROWS_TENSOR) {
             spread_by_factor<S>(&a, &v, base, chunk);
             continue;
         }
@@ -349,7 +349,7 @@ template <class S>
 static __global__ void __launch_bounds__(ROW_THREADS)
     make_codes_of_row(const __grid_constant__ row_args a) {
     int number = (int)((blockIdx.x * ROW_THREADS + threadIdx.x) / S::LANES);
-    int begin = S::FORM == moe::ROWS_TOKEN ? (a.k - 1) / S::SPAN * S::SPAN : 0;
+    int begin = S::FORMAT == moe::ROWS_TOKEN ? (a.k - 1) / S::SPAN * S::SPAN : 0;
     moq_chunk chunk[AT_ONCE];
     float scale = 0.0f;
     launch_dependents();
@@ -358,7 +358,7 @@ static __global__ void __launch_bounds__(ROW_THREADS)
     if (!__any_sync(0xffffffffu, v.row >= 0))
         return;
     load_span<S>(&a, v.row >= 0 ? v.from : 0, begin, chunk); /* one of two rows may have no slot */
-    if (S::FORM == moe::ROWS_TOKEN) {
+    if (S::FORMAT == moe::ROWS_TOKEN) {
         scale = find_scale<S>(&a, &v, begin, chunk);
         if (v.row >= 0 && threadIdx.x % S::LANES == 0)
             a.scales[v.row] = scale;
@@ -440,10 +440,10 @@ static moq_status launch(row_args *a, const moe::slot_chunk *chunk, const void *
     return moq_cuda_launch(&launch, parameters, err);
 }
 
-template <moe::row_format FORM, row_source SOURCE, int LANES = 32, bool PAIRED = false>
+template <moe::row_format FORMAT, row_source SOURCE, int LANES = 32, bool PAIRED = false>
 static moq_status launch_as(row_args *a, const moe::slot_chunk *chunk, moq_err *err) {
-    typedef row_shape<FORM, SOURCE, MOQ_DT_BF16, LANES, PAIRED> bf16;
-    typedef row_shape<FORM, SOURCE, MOQ_DT_F16, LANES, PAIRED> f16;
+    typedef row_shape<FORMAT, SOURCE, MOQ_DT_BF16, LANES, PAIRED> bf16;
+    typedef row_shape<FORMAT, SOURCE, MOQ_DT_F16, LANES, PAIRED> f16;
     const void *kernel[2];
     if constexpr (SOURCE == OF_TOKEN) {
         kernel[0] = (const void *)make_codes_of_token<bf16>;
@@ -477,7 +477,7 @@ static row_args args_of_x(const moe::slot_chunk *chunk, const moe::slot_groups *
     a.from = moq_rows_of(call->x);
     a.from.data = (const uint8_t *)a.from.data + chunk->first * a.from.stride * 2;
     a.input_scale = call->w13.input_scale;
-    a.parts = w13->partition_count;
+    a.partition_count = w13->partition_count;
     a.sources = (int)chunk->tokens;
     return a;
 }
@@ -502,19 +502,19 @@ static moq_status launch_tokens_of_g(row_args *a, const moe::slot_chunk *chunk, 
 /* Launches the kernel for codes of tokens. Long rows of few tokens get a block each; shorter ones
  * lose more by blocks that delay those of the first product than they win
  * (docs/lab/experts-prefill.md). */
-template <moe::row_format FORM>
+template <moe::row_format FORMAT>
 static moq_status launch_tokens(row_args *a, const moe::slot_chunk *chunk, moq_err *err) {
     bool wide = a->k > 2 * 32 * 16 * AT_ONCE &&
                 a->sources <= BLOCKS_AT_ONCE * chunk->call->spec->w13.target.sm_count;
-    return wide ? launch_as<FORM, OF_TOKEN, ROW_THREADS>(a, chunk, err)
-                : launch_as<FORM, OF_TOKEN>(a, chunk, err);
+    return wide ? launch_as<FORMAT, OF_TOKEN, ROW_THREADS>(a, chunk, err)
+                : launch_as<FORMAT, OF_TOKEN>(a, chunk, err);
 }
 
 moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
                                const moe::expert_rows *rows, int32_t *written, moq_err *err) {
     row_args a = args_of_x(chunk, groups, rows);
     a.written = written;
-    switch (rows->form) {
+    switch (rows->format) {
     case moe::ROWS_TENSOR:
         return launch_tokens<moe::ROWS_TENSOR>(&a, chunk, err);
     case moe::ROWS_TOKEN:
@@ -522,7 +522,7 @@ moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_gro
     case moe::ROWS_GROUP:
         return launch_tokens<moe::ROWS_GROUP>(&a, chunk, err);
     default:
-        MOQ_ASSERT(rows->form == moe::ROWS_VALUES);
+        MOQ_ASSERT(rows->format == moe::ROWS_VALUES);
         return launch(&a, chunk, (const void *)copy_values, 32, err);
     }
 }
@@ -530,9 +530,9 @@ moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_gro
 moq_status make_codes_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
                            const void *g, const moe::expert_rows *rows, moq_err *err) {
     row_args a = args_of_g(chunk, groups, g, rows);
-    if (rows->form == moe::ROWS_GROUP)
+    if (rows->format == moe::ROWS_GROUP)
         return launch_as<moe::ROWS_GROUP, OF_G>(&a, chunk, err);
-    MOQ_ASSERT(rows->form == moe::ROWS_TOKEN);
+    MOQ_ASSERT(rows->format == moe::ROWS_TOKEN);
     return launch_tokens_of_g<false>(&a, chunk, err);
 }
 
