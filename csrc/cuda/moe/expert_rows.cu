@@ -6,14 +6,14 @@
  * If x is codes already, h[r] = x[t] with its scales, unchanged.
  *
  * Layouts: x [tokens, H] of any dtype or codes, u float32 [rows, P * I], rows in a row_format
- * (expert_rows.h), sorted by expert. A block has one row, a thread 16 neighbouring columns of it at
+ * (pipeline.h), sorted by expert. A block has one row, a thread 16 neighbouring columns of it at
  * a time. Scales of a whole row take a pass before the one that writes; a thread keeps its first
  * values for it, and makes those of longer rows anew. The arithmetic of quantization is that of
  * cpu/cpu_quantize.h, bit by bit. Bound: memory, as u is float32. */
 #include "cuda/device/ptx.h"
 #include "cuda/device/round.h"
 #include "cuda/moe/expert_activation.h"
-#include "cuda/moe/expert_rows.h"
+#include "cuda/moe/pipeline.h"
 #include "cuda/runtime/launch.h"
 
 namespace moq::moe {

@@ -5,7 +5,7 @@
  * does not hold; with few tokens two latencies, of rows and of d. */
 #include "core/invariant.h"
 #include "cuda/device/ptx.h"
-#include "cuda/moe/expert_rows.h"
+#include "cuda/moe/pipeline.h"
 #include "cuda/runtime/launch.h"
 
 namespace moq::moe {

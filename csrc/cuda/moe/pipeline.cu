@@ -14,7 +14,6 @@
 #include "cuda/moe/pipeline.h"
 
 #include "core/invariant.h"
-#include "cuda/moe/cuda_moe.h"
 
 namespace moq::moe {
 

@@ -23,7 +23,6 @@
  * first meet in shared memory, once a tile. Boxes of 64 bytes are slow.
  *
  * Bound: the weights of experts that have a slot. Measured: docs/lab/experts-decode.md. */
-#include "cuda/choice/moe_decode.h"
 #include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/sm90/decode/fused.h"
 #include "cuda/moe/sm90/decode/split_k.h"

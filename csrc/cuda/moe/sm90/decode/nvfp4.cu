@@ -11,7 +11,6 @@
  * Bound: memory and the decoder alike. A multiprocessor decodes a unit in 14 to 15 ns; the memory
  * of an H200 brings one in 17 (docs/lab/nvfp4-decode.md). Measured: docs/lab/experts-decode.md. */
 #include "core/nvfp4_packed.h"
-#include "cuda/choice/moe_decode.h"
 #include "cuda/device/nvfp4_products.h"
 #include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/sm90/decode/fused.h"

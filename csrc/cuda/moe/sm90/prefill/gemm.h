@@ -15,11 +15,9 @@
 #define MOQ_CUDA_MOE_SM90_PREFILL_GEMM_H
 
 #include "core/invariant.h"
-#include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
 #include "cuda/linear/sm90/sm90_gemm_outputs.h"
 #include "cuda/moe/expert_activation.h"
-#include "cuda/moe/group.h"
 #include "cuda/moe/sm90/prefill/prefill.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"

@@ -2,7 +2,6 @@
 #ifndef MOQ_CUDA_MOE_SM90_PREFILL_PREFILL_H
 #define MOQ_CUDA_MOE_SM90_PREFILL_PREFILL_H
 
-#include "cuda/moe/expert_rows.h"
 #include "cuda/moe/pipeline.h"
 
 namespace moq::moe_prefill {
