@@ -30,7 +30,7 @@ namespace moq::moe {
 #define ALONE   4096 /* slots of a block alone, at most: with more, three kernels are faster */
 #define CLUSTER 8    /* blocks of a cluster, at most */
 #define SHARE   2048 /* slots of a block of a cluster, at most, as ALONE */
-#define ASKED   8    /* ids that a lane loads at a time */
+#define LOADED  8    /* ids that a lane loads at a time */
 #define RANGES  64   /* ranges of slots, if ONCE allows */
 #define RANGE   512  /* slots of a range, at least */
 #define EVEN    8    /* rows of tiles are multiples of this */
@@ -167,15 +167,15 @@ static __device__ __forceinline__ void find_experts(const group_args *a, const b
     int lane = threadIdx.x % 32, first = first_slot(a);
     const int32_t *flat = a->flat + (int64_t)first * a->words;
 #pragma unroll 1
-    for (int base = range.begin + lane; a->flat && base < range.end; base += 32 * ASKED) {
-        int id[ASKED];
+    for (int base = range.begin + lane; a->flat && base < range.end; base += 32 * LOADED) {
+        int id[LOADED];
 #pragma unroll
-        for (int i = 0; i < ASKED; i++)
+        for (int i = 0; i < LOADED; i++)
             id[i] = base + 32 * i < range.end
                         ? id_at(flat + (base + 32 * i) * (int64_t)a->words, a->words)
                         : -1;
 #pragma unroll
-        for (int i = 0; i < ASKED; i++)
+        for (int i = 0; i < LOADED; i++)
             if (base + 32 * i < range.end)
                 m->held[base + 32 * i] = (uint32_t)expert_of_id(a, id[i]);
     }

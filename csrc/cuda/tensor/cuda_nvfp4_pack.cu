@@ -83,11 +83,11 @@ static __device__ __forceinline__ uint32_t select(uint32_t a, uint32_t b, uint32
     return (a & ~mask) | (b & mask);
 }
 
-/* Makes the words of all four vectors from a group of two rows, in the order of moq_pack_pair, four
- * codes of a row, in every other nibble, at a time. `x` has the codes of pairs 0 and 1, `y` those
- * of 2 and 3. The signs of the four pairs are made neighbours, then magnitudes two by two (six bits
- * in each byte: one of even, one of odd columns), then both bytes of each half, which are dealt out
- * last. */
+/* Makes the words of all four vectors from a group of two rows, in the order of moq_pack_pair. It
+ * takes four codes of a row, in every other nibble, at a time: `x` has the codes of pairs 0 and 1,
+ * `y` those of 2 and 3. The signs of the four pairs are made neighbours, then magnitudes two by
+ * two: six bits in each byte, one of even, one of odd columns. Both bytes of each half are dealt
+ * out last. */
 static __device__ __forceinline__ uint4 make_words(const groups &in) {
     uint32_t x0 = in.codes[0].x, x1 = in.codes[1].x, y0 = in.codes[0].y, y1 = in.codes[1].y;
     uint32_t signs = select(select(x0, y0 >> 1, 0x44444444u), select(y1 >> 2, x1 >> 3, 0x11111111u),

@@ -48,9 +48,9 @@ typedef struct {
     bool next_is_busy;
     /* True if the kernels before and after are launched without PDL, and so is this one. */
     bool in_turn;
-    /* E4M3_TOKEN, 16-bit x of contiguous rows at multiples of 16 bytes, K a multiple of 16 up to
-     * MOQ_CUDA_PAIRED_COLUMNS. Of each 16 codes, columns 2t, 2t + 1, 2t + 8 and 2t + 9 are
-     * neighbours, t = 0 to 3, as products with packed NVFP4 weights take them. */
+    /* True for E4M3_TOKEN codes in the order of operands of packed NVFP4 weights: of each 16 codes,
+     * columns 2t, 2t + 1, 2t + 8 and 2t + 9 are neighbours, t = 0 to 3. x has 16 bits, contiguous
+     * rows at multiples of 16 bytes, and K a multiple of 16 up to MOQ_CUDA_PAIRED_COLUMNS. */
     bool paired;
 } moq_cuda_quantize;
 

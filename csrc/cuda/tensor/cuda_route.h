@@ -8,9 +8,8 @@
 extern "C" {
 #endif
 
-/* Writes weights and ids, both [..., top_k] without gaps, of at least one token: one kernel, queued
- * on `stream` of the current device. It may overlap with its predecessor and successor there
- * (programmatic launch). */
+/* Writes weights and ids, both [..., top_k] without gaps, of at least one token, by one kernel.
+ * Queued on `stream` of the current device; may overlap with its neighbours there (PDL). */
 moq_status moq_cuda_route(const moq_route *route, float *weights, int32_t *ids, void *stream,
                           moq_err *err);
 

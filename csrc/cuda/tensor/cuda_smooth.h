@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-/* rows[m, k] = round(x[..., k] * scale[k]), as moq_cpu_smooth_rows. Rows of `rows` begin at
- * multiples of 16. Queued on `stream` of the current device. */
+/* Makes rows[m, k] = round(x[..., k] * scale[k]), with the bits of moq_cpu_smooth_rows. Rows of
+ * `rows` begin at multiples of 16. Queued on `stream` of the current device. */
 moq_status moq_cuda_smooth_rows(const moq_tensor *x, const float *scale, const moq_tensor *rows,
                                 void *stream, moq_err *err);
 

@@ -116,9 +116,9 @@ static __device__ __forceinline__ void store_places(const fused_args *a, const t
 
 /* ---- the pipeline ---- */
 
-/* Order of stages: that of the products, the two groups in turn. Of each tile come the slabs of the
- * first product of a group, one at a time, and then STAGE_SLABS slabs of the second for each of its
- * warps. */
+/* Stages have the order of the products, the two groups in turn. Of each tile come a group's slabs
+ * of the first product, one at a time. STAGE_SLABS slabs of the second for each of its warps
+ * follow. */
 
 /* Fills stage `number` of the block, if there are so many, at a place of the pipeline. The whole
  * warp calls. */

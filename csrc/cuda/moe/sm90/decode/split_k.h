@@ -336,8 +336,8 @@ static __device__ __forceinline__ void reduce_sums(const warp_state *p, const sp
 }
 
 /* Multiplies all items, from filled stages on. A warp stages its sums of an item after it has read
- * its share of the item before. So a warp that has waited for all sums of an item knows that the
- * one before has been read, and its place, of three, is free for the next item. */
+ * its share of the item before. So when all sums of an item are there, the one before has been
+ * read; its place, of three, is free for the next item. */
 template <class F, bool UP, class FINISH>
 static __device__ __forceinline__ void multiply_splits(const warp_state *p, const split_share *s,
                                                        lane_feed<F> *f, FINISH finish) {

@@ -63,8 +63,8 @@ typedef struct {
     float *maxima; /* [slots, pairs]: maxima of |g|, if a format needs them */
     int pairs;     /* slabs of I */
     int stages, staged_at, scales_at, weights_at;
-    /* Split-K: log2 of the warps that share K, stages in flight at the start, and divisors by
-     * blocks of the grid, items of a chunk, and stages of an item. */
+    /* Split-K: log2 of the warps that share K, and stages in flight at the start. Divisors: blocks
+     * of the grid, items of a chunk, stages of an item. */
     int log_splits, flight;
     divisor by_blocks, by_items, by_stages;
     bool weighted;         /* the kernel needs the router's weights, */

@@ -37,10 +37,10 @@ static inline g_format g_format_of(const moq_moe_spec *spec) {
 
 moq_status multiply_fp8_large(const moe::expert_product *p, moq_err *err);
 
-/* Makes rows of x like make_rows_of_x, for ROWS_TENSOR, ROWS_TOKEN, ROWS_GROUP or ROWS_VALUES of
- * 16-bit x, K a multiple of 16, if neither router weights nor factors change x. The next kernel may
- * read the groups before it waits. `written`, unless NULL, becomes 0 for rows of slots in all
- * formats but ROWS_VALUES. */
+/* Makes rows of x like make_rows_of_x, if neither router weights nor factors change x: ROWS_TENSOR,
+ * ROWS_TOKEN, ROWS_GROUP or ROWS_VALUES of 16-bit x, K a multiple of 16. The next kernel may read
+ * the groups before it waits. `written`, unless NULL, becomes 0 for rows of slots in all formats
+ * but ROWS_VALUES. */
 moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
                                const moe::expert_rows *rows, int32_t *written, moq_err *err);
 
