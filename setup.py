@@ -261,8 +261,8 @@ def native_archs(gpus):
 
 
 def archs_of(source, archs):
-    """Architectures of a file: those of the build, or in a folder named for one, as sm90, that one alone."""
-    named = re.fullmatch(r"sm(\d+)", source.parent.name)
+    """Architectures of a file: the build's, or below a folder named for one, as sm90, that one alone."""
+    named = re.search(r"/sm(\d+)/", source.as_posix())
     if not named:
         return archs
     own = [arch for arch in archs.split(";") if arch.rstrip("af") == named[1]]

@@ -2,7 +2,6 @@
 #include "cuda/cuda.h"
 #include "cuda/linear/cuda_linear.h"
 #include "cuda/moe/cuda_moe.h"
-#include "cuda/moe/sm90/cuda_moe_sm90.h"
 #include "cuda/runtime/cublaslt.h"
 #include "cuda/tensor/cuda_gate.h"
 #include "cuda/tensor/cuda_heads.h"

@@ -9,7 +9,6 @@
 #include "cuda/choice/moe_folded.h"
 #include "cuda/choice/moe_prefill.h"
 #include "cuda/moe/cuda_moe.h"
-#include "cuda/moe/sm90/cuda_moe_sm90.h"
 #include "ops/linear_kernels.h"
 #include "ops/moe_call.h"
 

@@ -1,4 +1,4 @@
-/* How a call of experts with few tokens on Hopper is shared out (sm90_moe_decode.h): blocks, the
+/* How a call of experts with few tokens on Hopper is shared out (moe/sm90/decode): blocks, the
  * slabs of each, clusters, and shared memory. Plain C, which asks nothing but the description. */
 #ifndef MOQ_CUDA_CHOICE_MOE_DECODE_H
 #define MOQ_CUDA_CHOICE_MOE_DECODE_H
@@ -25,13 +25,13 @@ extern "C" {
 /* Items whose sums wait in shared memory at once, where warps share K. */
 #define MOQ_MOE_DECODE_STAGED 3
 
-/* Blocks of K that a slice of a warp may have (sm90_moe_decode_split_k.h): kernels are made for
+/* Blocks of K that a slice of a warp may have (moe/sm90/decode/split_k.h): kernels are made for
  * them.
  */
 #define MOQ_MOE_NVFP4_DECODE_SPLIT_K(X) X(1) X(2) X(3) X(4) X(6) X(8)
 #define MOQ_MOE_FP8_DECODE_SPLIT_K(X)   X(1) X(2) X(3) X(4)
 
-/* The form of strips (sm90_moe_decode_fused.h): warps of a block that multiply, those that share K
+/* The form of strips (moe/sm90/decode/fused.h): warps of a block that multiply, those that share K
  * of the first product, columns of I, slabs of H that a warp has, and of them in a stage, bytes
  * between tokens of g, stages at most, bytes of one, and blocks of K that a slice may have; with
  * NVFP4. */
@@ -45,7 +45,7 @@ extern "C" {
 #define MOQ_MOE_NVFP4_FUSED_STAGE      (32 * MOQ_PACK_BYTES)
 #define MOQ_MOE_NVFP4_FUSED_SPLIT_K(X) X(2) X(4)
 
-/* Those of FP8 (sm90_moe_fp8_fused.cu): slabs of H that a warp has, its stages, and floats from
+/* Those of FP8 (moe/sm90/decode/fp8.cu): slabs of H that a warp has, its stages, and floats from
  * the sums of a part of K to those of the next. */
 #define MOQ_MOE_FP8_FUSED_DOWN_SLABS 8
 #define MOQ_MOE_FP8_FUSED_STAGES     2

@@ -1,5 +1,5 @@
 /* How a call of NVFP4 experts with FP8 products and many tokens on Hopper goes
- * (sm90_moe_prefill_nvfp4_fp8.cu): rows of its tiles. Plain C, which asks nothing but the
+ * (moe/sm90/prefill/nvfp4_folded.cu): rows of its tiles. Plain C, which asks nothing but the
  * description.
  */
 #ifndef MOQ_CUDA_CHOICE_MOE_FOLDED_H

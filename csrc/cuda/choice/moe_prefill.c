@@ -105,7 +105,7 @@ static double fp8_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
 /* What a multiprocessor does, of H200: a tile of up to so many rows is `height` rows of W, a step
  * so many columns of it, and takes `step` and `row` for each row of the tile, in microseconds, its
  * outputs `outputs`. Blocks make tiles one after the other, so that the last round has as long as
- * any (sm90_moe_prefill_nvfp4_tile.h). That and the memory, from which tiles read W at `read`,
+ * any (moe/sm90/prefill/nvfp4.cu). That and the memory, from which tiles read W at `read`,
  * overlap. Fitted to every way in 32 cells of seven models with 16 to 8192 tokens on an H200 and in
  * 31 of six on an H100: 4 % root mean square, and the way that is chosen takes 0.2 and 0.3 % more
  * than the fastest in the mean, 3 % at most; and to whether the kernel of few tokens is faster, in

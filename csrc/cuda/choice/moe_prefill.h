@@ -1,4 +1,4 @@
-/* How a call of experts with many tokens on Hopper goes (sm90_moe_prefill.cu): rows of its tiles.
+/* How a call of experts with many tokens on Hopper goes (pipeline.cu): rows of its tiles.
  * Plain C, which asks nothing but the description. */
 #ifndef MOQ_CUDA_CHOICE_MOE_PREFILL_H
 #define MOQ_CUDA_CHOICE_MOE_PREFILL_H

@@ -1,5 +1,5 @@
-/* Activations between the two projections of an expert on the device: core/moe.h has the formulas,
- * cpu/cpu_moe_activation.c the same. */
+/* Activations between the two projections of an expert on the device. core/moe.h has the formulas,
+ * which cpu/cpu_moe_activation.c shares. */
 #ifndef MOQ_CUDA_MOE_EXPERT_ACTIVATION_H
 #define MOQ_CUDA_MOE_EXPERT_ACTIVATION_H
 
@@ -17,7 +17,7 @@ typedef struct {
 
 static inline activation activation_of(const moq_moe_spec *spec) {
     activation a = {spec->activation, 1.0f, 0.0f, INFINITY, 0.0f};
-    if (spec->gated) { /* others have no numbers */
+    if (spec->gated) { /* activations without a gate have no parameters */
         a.alpha = spec->alpha;
         a.beta = spec->beta;
         a.limit = spec->limit;
@@ -26,7 +26,7 @@ static inline activation activation_of(const moq_moe_spec *spec) {
     return a;
 }
 
-/* Where both forms of gelu are as good as zero. */
+/* Gelu of either form is zero in float32 below this. */
 #define GELU_LEAST -16.0f
 
 static __device__ __forceinline__ float gelu(float z) {
@@ -34,7 +34,7 @@ static __device__ __forceinline__ float gelu(float z) {
     return 0.5f * low * erfcf(low * -0x1.6a09e6p-1f); /* 1 / sqrt(2) */
 }
 
-/* (1 + tanh(a)) / 2 is the logistic function of 2 a. */
+/* Returns gelu by tanh: (1 + tanh(a)) / 2 is the logistic function of 2 a. */
 static __device__ __forceinline__ float gelu_tanh(float z) {
     float low = z < GELU_LEAST ? GELU_LEAST : z;
     return low * moq_sigmoid(0x1.988454p+0f * (low + 0.044715f * low * low * low)); /* sqrt(8/pi) */
@@ -45,14 +45,14 @@ static __device__ __forceinline__ float relu2(float z) {
     return r * r;
 }
 
-/* silu where there is no limit: as below, which would leave such values as they are. */
+/* Returns silu without a limit, as activate_as does with an infinite one. */
 static __device__ __forceinline__ float silu_without_limit(const activation *a, float gate,
                                                            float up) {
     float g = gate < a->least ? a->least : gate;
     return g * moq_sigmoid(a->alpha * g) * (up + a->beta);
 }
 
-/* act of a gate, and of up, which is 1 where there is none. NaN stays one throughout. */
+/* Applies the activation to a gate and to up, which is 1 without a gate. NaN stays NaN. */
 template <moq_moe_activation KIND>
 static __device__ __forceinline__ float activate_as(const activation *a, float gate, float up) {
     if (KIND == MOQ_MOE_GELU)

@@ -1,18 +1,19 @@
-/* What experts do to rows beside multiplying them (core/moe.h has the formulas):
+/* Rows for the two products of experts (core/moe.h has the formulas):
  *
  *   h[r] = rounded(x[t] * w), rounded(... * pre_quant_scale[e]), quantized    for W13
  *   g[r] = rounded(act(u[r])), rounded(... * pre_quant_scale[e]), quantized   for W2
  *
- * and where x is codes already, h[r] = x[t] with its scales, as they are.
+ * If x is codes already, h[r] = x[t] with its scales, unchanged.
  *
- * A block has one row, a thread 16 neighbouring columns of it at a time. Scales of a whole row take
- * a pass before the one that writes; a thread keeps its first values for it, and makes those of
- * longer rows anew. The arithmetic of quantization is that of cpu/cpu_quantize.h, bit by bit.
- * Bound by memory: u is float32. */
+ * Layouts: x [tokens, H] of any dtype or codes, u float32 [rows, P * I], rows in a row_format
+ * (pipeline.h), sorted by expert. A block has one row, a thread 16 neighbouring columns of it at
+ * a time. Scales of a whole row take a pass before the one that writes; a thread keeps its first
+ * values for it, and makes those of longer rows anew. The arithmetic of quantization is that of
+ * cpu/cpu_quantize.h, bit by bit. Bound: memory, as u is float32. */
 #include "cuda/device/ptx.h"
 #include "cuda/device/round.h"
 #include "cuda/moe/expert_activation.h"
-#include "cuda/moe/expert_rows.h"
+#include "cuda/moe/pipeline.h"
 #include "cuda/runtime/launch.h"
 
 namespace moq::moe {
@@ -21,12 +22,12 @@ namespace moq::moe {
 #define SPAN    (16 * THREADS) /* columns that a block has at a time */
 
 typedef struct {
-    moq_rows from; /* x, or u */
+    moq_rows from; /* rows of x, or of u */
     activation act;
     bool gated;
     bool aligned; /* rows of u, and their halves, begin at multiples of 16 bytes */
     moq_dtype dtype;
-    int64_t k, first; /* columns, and the token of slot 0 */
+    int64_t k, first; /* columns; first is the token of slot 0 */
     int64_t scale_stride;
     int32_t top_k;
     bool by_row; /* rows are read in their order, not gathered from x */
@@ -34,23 +35,24 @@ typedef struct {
     const float *weights; /* router weights on the input, or NULL */
     slot_tensor weight_at;
     const float *smooth;      /* [E, K] or NULL */
-    const float *input_scale; /* [E, parts] */
-    int parts;
+    const float *input_scale; /* [E, partitions] */
+    int partition_count;
     void *out;
     int64_t stride; /* bytes of a row of out */
     float *scales;
 } row_args;
 
-static __host__ __device__ constexpr bool is_values(row_format form) {
-    return form == ROWS_VALUES || form == ROWS_AMAX;
+static __host__ __device__ constexpr bool is_values(row_format format) {
+    return format == ROWS_VALUES || format == ROWS_AMAX;
 }
 
-static __host__ __device__ constexpr bool is_halves(row_format form) {
-    return form == ROWS_HALVES_TENSOR || form == ROWS_HALVES_TOKEN || form == ROWS_HALVES_NVFP4;
+static __host__ __device__ constexpr bool is_halves(row_format format) {
+    return format == ROWS_HALVES_TENSOR || format == ROWS_HALVES_TOKEN ||
+           format == ROWS_HALVES_NVFP4;
 }
 
-static __host__ __device__ constexpr bool has_row_scales(row_format form) {
-    return form == ROWS_AMAX || form == ROWS_TOKEN || form == ROWS_HALVES_TOKEN;
+static __host__ __device__ constexpr bool has_row_scales(row_format format) {
+    return format == ROWS_AMAX || format == ROWS_TOKEN || format == ROWS_HALVES_TOKEN;
 }
 
 /* ---- values ---- */
@@ -66,7 +68,7 @@ static __device__ __forceinline__ void round_values(moq_dtype dtype, float (&val
     }
 }
 
-/* Columns of u, which may begin anywhere. */
+/* Loads columns of u, whose rows may begin anywhere. */
 static __device__ __forceinline__ void load_u(const row_args *a, const moq_rows *u, int64_t row,
                                               int64_t column, float (&value)[16]) {
     if (a->aligned) {
@@ -88,7 +90,7 @@ static __device__ __forceinline__ void load_activated(const row_args *a, int64_t
     if (a->gated)
         load_u(a, &half, row, column, up);
 #pragma unroll
-    for (int i = 0; i < 16; i++) /* no column of g beyond the ends is anything but 0 */
+    for (int i = 0; i < 16; i++) /* columns of g beyond the end are 0 */
         value[i] = column + i < a->k ? activate(&a->act, value[i], a->gated ? up[i] : 1.0f) : 0.0f;
     round_values(a->dtype, value);
 }
@@ -97,7 +99,7 @@ static __device__ __forceinline__ void load_activated(const row_args *a, int64_t
 typedef struct {
     int row, expert;
     int64_t from; /* row of x, or of u */
-    float weight; /* of the router, 1 where it is not on the input */
+    float weight; /* router weight, or 1 if it is not on the input */
 } row_place;
 
 template <bool OF_U>
@@ -136,8 +138,8 @@ static __device__ __forceinline__ row_place place_of(const row_args *a, int row)
 
 /* ---- rows ---- */
 
-/* The largest magnitude of the block's row, in all threads; the first KEPT times 16 values of a
- * thread are kept. */
+/* Returns the largest magnitude of the block's row in all threads, and keeps a thread's first KEPT
+ * times 16 values. */
 template <bool OF_U, int KEPT>
 static __device__ __forceinline__ float find_amax(const row_args *a, const row_place *p,
                                                   float (&kept)[KEPT][16]) {
@@ -186,29 +188,29 @@ static __device__ __forceinline__ void store_values(const row_args *a, moq_dtype
     to[1] = make_uint4(word[4], word[5], word[6], word[7]);
 }
 
-/* What the codes of a thread's columns mean. */
-template <row_format FORM>
+/* Stores the values of a thread's codes as float16. */
+template <row_format FORMAT>
 static __device__ __forceinline__ void store_halves(const row_args *a, int row, int64_t column,
                                                     float scale, float (&value)[16]) {
-    if (FORM == ROWS_HALVES_NVFP4)
+    if (FORMAT == ROWS_HALVES_NVFP4)
         round_nvfp4(value, scale);
-    if (FORM == ROWS_HALVES_TOKEN)
+    if (FORMAT == ROWS_HALVES_TOKEN)
         moq_divide(value, scale, scale > 1e-12f && scale < 1e30f);
 #pragma unroll
-    for (int i = 0; i < 16 && FORM != ROWS_HALVES_NVFP4; i++)
-        value[i] = round_e4m3(FORM == ROWS_HALVES_TENSOR ? __fmul_rn(value[i], scale) : value[i]);
+    for (int i = 0; i < 16 && FORMAT != ROWS_HALVES_NVFP4; i++)
+        value[i] = round_e4m3(FORMAT == ROWS_HALVES_TENSOR ? __fmul_rn(value[i], scale) : value[i]);
     store_values(a, MOQ_DT_F16, row, column, value);
 }
 
-/* Codes of a thread's columns; the eight lanes of a group come together. */
-template <row_format FORM>
+/* Stores codes of a thread's columns; the eight lanes of a group call together. */
+template <row_format FORMAT>
 static __device__ __forceinline__ void store_codes(const row_args *a, const row_place *p,
                                                    int64_t column, float scale,
                                                    float (&value)[16]) {
     uint4 codes;
-    if (FORM == ROWS_TENSOR) {
+    if (FORMAT == ROWS_TENSOR) {
         codes = moq_codes_multiplied(value, scale);
-    } else if (FORM == ROWS_TOKEN) {
+    } else if (FORMAT == ROWS_TOKEN) {
         codes = moq_codes_divided(value, scale);
     } else {
         scale = moq_group_scale(__uint_as_float(moq_max_of_lanes(moq_amax_bits(value), 8)));
@@ -220,22 +222,22 @@ static __device__ __forceinline__ void store_codes(const row_args *a, const row_
         *(uint4 *)((uint8_t *)a->out + p->row * a->stride + column) = codes;
 }
 
-/* Values of a thread as a product takes them; lanes come together. */
-template <row_format FORM>
+/* Stores a thread's values in the format of the product; lanes call together. */
+template <row_format FORMAT>
 static __device__ __forceinline__ void store_row(const row_args *a, const row_place *p,
                                                  int64_t column, float scale, float (&value)[16]) {
-    if (!is_values(FORM) && !is_halves(FORM))
-        store_codes<FORM>(a, p, column, scale, value);
+    if (!is_values(FORMAT) && !is_halves(FORMAT))
+        store_codes<FORMAT>(a, p, column, scale, value);
     else if (column >= a->k)
         return;
-    else if (is_halves(FORM))
-        store_halves<FORM>(a, p->row, column, scale, value);
+    else if (is_halves(FORMAT))
+        store_halves<FORMAT>(a, p->row, column, scale, value);
     else
         store_values(a, a->dtype, p->row, column, value);
 }
 
-/* KEPT is 0 where rows have no scales of their own. */
-template <bool OF_U, row_format FORM, int KEPT>
+/* Makes rows of x or u. KEPT is 0 if rows have no scales of their own. */
+template <bool OF_U, row_format FORMAT, int KEPT>
 static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constant__ row_args a) {
     launch_dependents();
     wait_for_predecessor();
@@ -244,25 +246,25 @@ static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constan
         return;
     row_place p = place_of<OF_U>(&a, row);
     float scale = 1.0f;
-    if (FORM == ROWS_TENSOR || FORM == ROWS_HALVES_TENSOR)
-        scale = __frcp_rn(a.input_scale[p.expert * a.parts]);
-    if (FORM == ROWS_HALVES_NVFP4)
-        scale = a.input_scale[p.expert * a.parts];
+    if (FORMAT == ROWS_TENSOR || FORMAT == ROWS_HALVES_TENSOR)
+        scale = __frcp_rn(a.input_scale[p.expert * a.partition_count]);
+    if (FORMAT == ROWS_HALVES_NVFP4)
+        scale = a.input_scale[p.expert * a.partition_count];
     int64_t column = (int64_t)threadIdx.x * 16, base = 0;
     if constexpr (KEPT > 0) {
         float kept[KEPT][16] = {}, amax = find_amax<OF_U>(&a, &p, kept);
         scale = moq_token_scale(amax);
         if (threadIdx.x == 0)
-            a.scales[row] = FORM == ROWS_AMAX ? amax : scale;
+            a.scales[row] = FORMAT == ROWS_AMAX ? amax : scale;
 #pragma unroll
         for (int i = 0; i < KEPT; i++, base += SPAN)
-            store_row<FORM>(&a, &p, base + column, scale, kept[i]);
+            store_row<FORMAT>(&a, &p, base + column, scale, kept[i]);
     }
-    for (; base < a.k; base += SPAN) { /* lanes stay together */
+    for (; base < a.k; base += SPAN) { /* lanes of a warp loop together */
         float value[16] = {};
         if (base + column < a.k)
             make_values<OF_U>(&a, &p, base + column, value);
-        store_row<FORM>(&a, &p, base + column, scale, value);
+        store_row<FORMAT>(&a, &p, base + column, scale, value);
     }
 }
 
@@ -270,10 +272,10 @@ static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constan
 
 typedef struct {
     const uint8_t *codes;
-    int64_t next, bytes; /* from row to row, and of one */
-    const void *x_scale; /* or NULL */
+    int64_t next, bytes; /* bytes from row to row, and of a row */
+    const void *x_scale; /* may be NULL */
     slot_tensor scale_at;
-    int x_scales; /* beside a row */
+    int x_scales; /* scales of a row */
     int64_t first;
     int32_t top_k;
     slot_groups groups;
@@ -297,13 +299,13 @@ static __device__ __forceinline__ void copy_code_row(const code_args *a, int64_t
     }
 }
 
-/* Two e4m3 codes as float16, NaN too. */
+/* Converts two e4m3 codes to float16, NaN too. */
 static __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t codes) {
     __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)codes, __NV_E4M3);
     return (uint32_t)pair.x | (uint32_t)pair.y << 16;
 }
 
-/* Two e2m1 codes of a byte times their block scale, which float16 holds. */
+/* Converts the two e2m1 codes of a byte, times their block scale, to float16, which holds them. */
 static __device__ __forceinline__ uint32_t halves_of_e2m1(uint32_t byte, float block) {
     uint32_t bits = (byte & 0x07u) << 9 | (byte & 0x08u) << 12 | (byte & 0x70u) << 21 |
                     (byte & 0x80u) << 24; /* as float16, times 2^-14 */
@@ -312,21 +314,21 @@ static __device__ __forceinline__ uint32_t halves_of_e2m1(uint32_t byte, float b
     return moq_narrow_pair(MOQ_DT_F16, __fmul_rn(pair.x, block), __fmul_rn(pair.y, block));
 }
 
-/* The row as halves of what its codes mean, without its scale. Columns are a multiple of 16, as
- * those of NVFP4 weights are. */
-template <row_format FORM>
+/* Copies a row as the float16 values of its codes, without its scale. Columns are a multiple of 16,
+ * as in NVFP4 weights. */
+template <row_format FORMAT>
 static __device__ __forceinline__ void copy_halves(const code_args *a, int64_t token, int row) {
     const uint8_t *from = a->codes + token * a->next;
     for (int64_t group = threadIdx.x; group < a->stride / 32; group += THREADS) {
         uint32_t word[8];
         float block = 0.0f;
-        if (FORM == ROWS_HALVES_NVFP4) {
+        if (FORMAT == ROWS_HALVES_NVFP4) {
             int64_t at = slot_offset(&a->scale_at, token, (int)group);
             block = moq_widen_pair(halves_of_e4m3(((const uint8_t *)a->x_scale)[at]), MOQ_DT_F16).x;
         }
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            word[i] = FORM == ROWS_HALVES_NVFP4
+            word[i] = FORMAT == ROWS_HALVES_NVFP4
                           ? halves_of_e2m1(from[group * 8 + i], block)
                           : halves_of_e4m3(((const uint16_t *)from)[group * 8 + i]);
         uint4 *to = (uint4 *)(a->out + row * a->stride) + group * 2;
@@ -335,7 +337,7 @@ static __device__ __forceinline__ void copy_halves(const code_args *a, int64_t t
     }
 }
 
-template <row_format FORM>
+template <row_format FORMAT>
 static __global__ void __launch_bounds__(THREADS) copy_codes(const __grid_constant__ code_args a) {
     launch_dependents();
     wait_for_predecessor();
@@ -343,48 +345,48 @@ static __global__ void __launch_bounds__(THREADS) copy_codes(const __grid_consta
     if (row >= a.groups.count[0] || a.groups.slot[row] < 0)
         return;
     int64_t token = a.first + a.groups.slot[row] / a.top_k;
-    if (is_halves(FORM))
-        copy_halves<FORM>(&a, token, row);
+    if (is_halves(FORMAT))
+        copy_halves<FORMAT>(&a, token, row);
     else
         copy_code_row(&a, token, row);
-    for (int i = threadIdx.x; i < a.x_scales && FORM != ROWS_HALVES_NVFP4; i += THREADS) {
+    for (int i = threadIdx.x; i < a.x_scales && FORMAT != ROWS_HALVES_NVFP4; i += THREADS) {
         int64_t at = slot_offset(&a.scale_at, token, i);
-        if (FORM == ROWS_NVFP4)
+        if (FORMAT == ROWS_NVFP4)
             ((uint8_t *)a.scales)[(int64_t)row * a.x_scales + i] = ((const uint8_t *)a.x_scale)[at];
-        else /* of a token there is one, at i = 0 */
+        else /* a token scale is the only one, at i = 0 */
             ((float *)a.scales)[i * a.scale_stride + row] = ((const float *)a.x_scale)[at];
     }
 }
 
 /* ---- launch ---- */
 
-int64_t row_bytes(row_format form, moq_dtype dtype, int64_t columns) {
-    if (form == ROWS_NVFP4)
+int64_t row_bytes(row_format format, moq_dtype dtype, int64_t columns) {
+    if (format == ROWS_NVFP4)
         return (columns / 2 + 15) / 16 * 16;
-    int64_t size = is_values(form) ? (int64_t)moq_dtype_size(dtype) : is_halves(form) ? 2 : 1;
+    int64_t size = is_values(format) ? (int64_t)moq_dtype_size(dtype) : is_halves(format) ? 2 : 1;
     return (columns + 15) / 16 * 16 * size;
 }
 
-int64_t scale_bytes(row_format form, int64_t rows, int64_t columns) {
-    if (form == ROWS_GROUP)
+int64_t scale_bytes(row_format format, int64_t rows, int64_t columns) {
+    if (format == ROWS_GROUP)
         return rows * ((columns + 127) / 128) * (int64_t)sizeof(float);
-    if (form == ROWS_NVFP4)
+    if (format == ROWS_NVFP4)
         return rows * (columns / 16);
-    return has_row_scales(form) ? rows * (int64_t)sizeof(float) : 0;
+    return has_row_scales(format) ? rows * (int64_t)sizeof(float) : 0;
 }
 
-/* Rows with scales of their own keep a span of columns; longer ones of x four, where these are all.
- * What makes values of u is too much code to be there five times. */
-template <bool OF_U, row_format FORM> static const void *kernel_keeping(int64_t columns) {
+/* Returns the kernel for rows with scales of their own. It keeps a span of columns, or of x four
+ * spans if these are the whole row. The code for u is too large for a second instance. */
+template <bool OF_U, row_format FORMAT> static const void *kernel_keeping(int64_t columns) {
     if constexpr (!OF_U) {
         if (columns > SPAN && columns <= 4 * SPAN)
-            return (const void *)make_rows<OF_U, FORM, 4>;
+            return (const void *)make_rows<OF_U, FORMAT, 4>;
     }
-    return (const void *)make_rows<OF_U, FORM, 1>;
+    return (const void *)make_rows<OF_U, FORMAT, 1>;
 }
 
-template <bool OF_U> static const void *kernel_for(row_format form, int64_t columns) {
-    switch (form) {
+template <bool OF_U> static const void *kernel_for(row_format format, int64_t columns) {
+    switch (format) {
     case ROWS_AMAX:
         return kernel_keeping<OF_U, ROWS_AMAX>(columns);
     case ROWS_TENSOR:
@@ -416,7 +418,7 @@ static moq_status launch(const char *what, const void *kernel, dim3 grid, int th
     return moq_cuda_launch(&launch, parameters, err);
 }
 
-/* What both kinds of rows have in common. */
+/* Fills the arguments that rows of x, u and g share. */
 static row_args args_of(const slot_chunk *chunk, const slot_groups *groups,
                         const moq_linear_spec *spec, const moq_moe_weight *weight,
                         const expert_rows *rows) {
@@ -429,17 +431,17 @@ static row_args args_of(const slot_chunk *chunk, const slot_groups *groups,
     a.groups = *groups;
     a.smooth = weight->pre_quant_scale;
     a.input_scale = weight->input_scale;
-    a.parts = spec->partition_count;
+    a.partition_count = spec->partition_count;
     a.out = rows->data;
-    a.stride = row_bytes(rows->form, spec->dtype, spec->in_features);
+    a.stride = row_bytes(rows->format, spec->dtype, spec->in_features);
     a.scales = (float *)rows->scales;
     a.scale_stride = rows->scale_stride;
     return a;
 }
 
-/* A scale of a row is copied as those of groups of columns are. */
-static const void *code_kernel_for(row_format form) {
-    switch (form) {
+/* Returns the kernel that copies codes; a scale of a row is copied like scales of groups. */
+static const void *code_kernel_for(row_format format) {
+    switch (format) {
     case ROWS_NVFP4:
         return (const void *)copy_codes<ROWS_NVFP4>;
     case ROWS_HALVES_NVFP4:
@@ -469,11 +471,11 @@ static moq_status copy_rows_of_codes(const slot_chunk *chunk, const slot_groups 
     a.top_k = call->spec->top_k;
     a.groups = *groups;
     a.out = (uint8_t *)rows->data;
-    a.stride = row_bytes(rows->form, w13->dtype, w13->in_features);
+    a.stride = row_bytes(rows->format, w13->dtype, w13->in_features);
     a.scales = rows->scales;
     a.scale_stride = rows->scale_stride;
-    return launch("rows of experts", code_kernel_for(rows->form), dim3((unsigned)most_rows(chunk)),
-                  THREADS, call->stream, &a, err);
+    return launch("rows of experts", code_kernel_for(rows->format),
+                  dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 
 moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
@@ -487,11 +489,11 @@ moq_status make_rows_of_x(const slot_chunk *chunk, const slot_groups *groups,
         a.weights = (const float *)call->weights->data;
         a.weight_at = slot_tensor_of(call->weights);
     }
-    return launch("rows of experts", kernel_for<false>(rows->form, a.k),
+    return launch("rows of experts", kernel_for<false>(rows->format, a.k),
                   dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 
-moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, const float *u,
+moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, const void *u,
                           const expert_rows *rows, moq_err *err) {
     const moq_moe_call *call = chunk->call;
     const moq_moe_spec *spec = call->spec;
@@ -500,7 +502,7 @@ moq_status make_rows_of_u(const slot_chunk *chunk, const slot_groups *groups, co
     a.act = activation_of(spec);
     a.gated = spec->gated;
     a.aligned = a.k % 4 == 0;
-    return launch("activation of experts", kernel_for<true>(rows->form, a.k),
+    return launch("activation of experts", kernel_for<true>(rows->format, a.k),
                   dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 
@@ -511,7 +513,7 @@ moq_status make_rows_of_g(const slot_chunk *chunk, const slot_groups *groups, co
     row_args a = args_of(chunk, groups, w2, &call->w2, rows);
     a.from = {g, (w2->in_features + 15) / 16 * 16, w2->dtype};
     a.by_row = true;
-    return launch("rows of experts", kernel_for<false>(rows->form, a.k),
+    return launch("rows of experts", kernel_for<false>(rows->format, a.k),
                   dim3((unsigned)most_rows(chunk)), THREADS, call->stream, &a, err);
 }
 

@@ -1,15 +1,17 @@
-/* The sum over the slots of a token, y = sum of w d, the first slot first: a thread has 16 bytes of
- * each row of d, eight of which are asked for at once. Bound by the reading of d, which many
- * tokens have too much of for L2, and with few tokens by two latencies, of rows and of d. */
+/* Sum over the slots of a token, y = sum of w d, the first slot first.
+ *
+ * Layouts: d [rows, H] float32 or bfloat16, row [slots], y [tokens, H]. A thread has 16 bytes of
+ * each row of d, and loads eight rows at once. Bound: with many tokens the reading of d, which L2
+ * does not hold; with few tokens two latencies, of rows and of d. */
 #include "core/invariant.h"
 #include "cuda/device/ptx.h"
-#include "cuda/moe/expert_rows.h"
+#include "cuda/moe/pipeline.h"
 #include "cuda/runtime/launch.h"
 
 namespace moq::moe {
 
 #define SUM_THREADS 256
-#define AT_ONCE     8 /* rows of d that a thread asks for */
+#define AT_ONCE     8 /* rows of d that a thread loads at a time */
 
 typedef struct {
     const void *d;
@@ -20,10 +22,11 @@ typedef struct {
     int64_t first, columns;
     int32_t top_k;
     bool weighted, accumulate, early;
-    bool aligned; /* rows of d, and of y, have whole vectors of a thread's columns */
+    bool aligned; /* rows of d and y consist of whole vectors of a thread's columns */
 } sum_args;
 
-/* The slots of a token: their rows, or -1, also beyond top_k, and what they count. */
+/* The slots of a token: rows, or -1 if a slot does not count or is beyond top_k, and router
+ * weights. */
 typedef struct {
     int row[MOQ_MOE_TOP_K];
     float weight[MOQ_MOE_TOP_K];
@@ -41,7 +44,7 @@ static __device__ __forceinline__ void find_slots(const sum_args *a, token_slots
         has && a->weighted ? a->weights[slot_offset(&a->weight_at, a->first + token, j)] : 1.0f;
 }
 
-/* What a thread has of a row of d: 16 bytes, four neighbouring columns of float32 or eight of
+/* A thread's piece of a row of d: 16 bytes, four neighbouring columns of float32 or eight of
  * bfloat16. */
 template <moq_dtype D> struct piece_of_d {
     static constexpr int columns = D == MOQ_DT_BF16 ? 8 : 4;
@@ -56,8 +59,7 @@ static __device__ __forceinline__ float value_of(const piece_of_d<D> *piece, int
     return i % 2 ? pair.y : pair.x;
 }
 
-/* Columns from `column` on; what is beyond the ends is not looked at. Rounded ones are always
- * aligned. */
+/* Loads columns from `column` on, not those beyond the end. Rounded d is always aligned. */
 template <moq_dtype D>
 static __device__ __forceinline__ piece_of_d<D> load_d(const sum_args *a, int row, int64_t column) {
     int64_t at = row * a->columns + column;
@@ -74,7 +76,7 @@ static __device__ __forceinline__ piece_of_d<D> load_d(const sum_args *a, int ro
     return piece;
 }
 
-/* Adds up to AT_ONCE slots. */
+/* Adds the rows of up to AT_ONCE slots. */
 template <moq_dtype D>
 static __device__ __forceinline__ void add_rows(const sum_args *a, const int4 *rows,
                                                 const float4 *weights, int64_t column,
@@ -108,7 +110,7 @@ static __device__ __forceinline__ void store_sums(const sum_args *a, int64_t tok
 #pragma unroll
         for (int i = 0; i < COLUMNS; i += 2)
             pair[i / 2] = moq_narrow_pair(a->y.dtype, sum[i], sum[i + 1]);
-        if (COLUMNS == 8) /* of plain stores the compiler makes one for each word */
+        if (COLUMNS == 8) /* the compiler would split a plain store into words */
             __stcg((uint4 *)to, *(const uint4 *)pair);
         else
             __stcg((uint2 *)to, *(const uint2 *)pair);
@@ -120,7 +122,7 @@ static __device__ __forceinline__ void store_sums(const sum_args *a, int64_t tok
             moq_store_output(&a->y, token, (int)column + i, sum[i], 0.0f);
 }
 
-/* The thread's columns from `column` on of a token, all of its slots. */
+/* Adds all slots of a token in the thread's columns from `column` on. */
 template <moq_dtype D>
 static __device__ __forceinline__ void sum_columns(const sum_args *a, const token_slots *slots,
                                                    int64_t token, int64_t column) {

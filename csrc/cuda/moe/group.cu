@@ -1,19 +1,20 @@
-/* Sorts slots by expert: see group.h. A counting sort whose order is the same in every run.
+/* Slots sorted by expert (group.h): a counting sort whose order is the same in every run.
  *
  * A block has a range of slots, each of its warps a part of that. A warp goes through its part 32
- * slots at a time; slots of one expert among these 32 find each other by votes on the bits of the
- * expert (a match instruction takes a multiprocessor 70 cycles), so that a slot's place is that of
- * its lane behind those of the warp so far, whose counts are in shared memory, [warp][expert]. The
- * blocks are one cluster, each of which sends the others how many slots of each expert it has, and
- * finds by itself where experts, and its own slots in them, begin. With more slots than a cluster
- * has room for, or than a block has where there are no clusters, a first kernel counts the slots of
- * each expert in every range, a second adds these up over ranges and experts, and the third places
- * them.
+ * slots at a time. Slots of one expert among these find each other by votes on the bits of the
+ * expert; a match instruction would take a multiprocessor 70 cycles. So a slot's place is that of
+ * its lane behind the warp's earlier ones, whose counts are in shared memory, [warp][expert].
  *
- * Bound by latency, that of ids above all, which are asked for several at a time. A block sorts in
- * shared memory: rows that are stored in the order of slots, each in a line of its own, take a
- * multiprocessor as long as all else together. Up to 512 slots are one block's, as what blocks
- * tell each other takes a microsecond. */
+ * The blocks are one cluster. Each sends the others how many slots of each expert it has, and finds
+ * by itself where experts, and its own slots in them, begin. With more slots than a cluster has
+ * room for, or than a block has without clusters, there are three kernels: the first counts the
+ * slots of each expert in every range, the second adds these over ranges and experts, and the third
+ * places the slots.
+ *
+ * Bound: latency, above all of ids, several of which are loaded at a time. A block sorts in shared
+ * memory: rows stored in the order of slots, each in a line of its own, take a multiprocessor as
+ * long as all else together. Up to 512 slots go to one block, as an exchange between blocks takes a
+ * microsecond. */
 #include "cuda/cuda.h"
 #include "cuda/device/ptx.h"
 #include "cuda/moe/cuda_moe.h"
@@ -24,30 +25,30 @@ namespace moq::moe {
 
 #define WARPS   16
 #define THREADS (32 * WARPS)
-#define ROOM    (96 * 1024) /* shared memory of a block, which every chip has */
+#define ROOM    (96 * 1024) /* bytes of shared memory that every chip has */
 #define ONCE    8192        /* slots of a block, at most */
-#define ALONE   4096        /* of one that no other helps: with more, three kernels are faster */
-#define CLUSTER 8           /* blocks of a cluster, at most */
-#define SHARE   2048        /* slots of a block of a cluster, at most, for the same reason */
-#define ASKED   8           /* ids that a lane asks for at a time */
-#define RANGES  64          /* of slots, where ONCE allows */
-#define RANGE   512         /* slots of one, at least */
-#define EVEN    8           /* rows of tiles are multiples of */
-#define LISTERS 4           /* threads of a block that list tiles of an expert */
-#define FILLERS 8           /* threads that mark rows of no slot behind an expert's */
+#define ALONE   4096 /* slots of a block alone, at most: with more, three kernels are faster */
+#define CLUSTER 8    /* blocks of a cluster, at most */
+#define SHARE   2048 /* slots of a block of a cluster, at most, as ALONE */
+#define LOADED  8    /* ids that a lane loads at a time */
+#define RANGES  64   /* ranges of slots, if ONCE allows */
+#define RANGE   512  /* slots of a range, at least */
+#define EVEN    8    /* rows of tiles are multiples of this */
+#define LISTERS 4    /* threads of a block that list tiles of an expert */
+#define FILLERS 8    /* threads that mark an expert's rows without a slot */
 #define ALL     0xffffffffu
 
 typedef struct {
     slot_tensor ids;
-    const int32_t *flat; /* ids that follow each other, from the first slot on, or NULL */
-    int32_t words;       /* of one */
+    const int32_t *flat; /* contiguous ids, from the first slot on, or NULL */
+    int32_t words;       /* words of an id */
     const int32_t *expert_map;
-    int64_t first; /* token */
+    int64_t first; /* first token */
     int32_t slots, top_k, experts, global_experts;
     int32_t range; /* slots of a block */
     int32_t ranges, tile_rows, tiles, align;
     bool pairs;
-    int32_t *before; /* [ranges, E]: slots of an expert in the ranges before, once they are added */
+    int32_t *before; /* [ranges, E]: slots of an expert in earlier ranges, once they are added */
     slot_groups out;
 } group_args;
 
@@ -55,7 +56,7 @@ typedef struct {
 
 /* ---- slots ---- */
 
-/* The local expert of an id, or NOBODY where its slot does not count. */
+/* Returns the local expert of an id, or NOBODY if its slot does not count. */
 static __device__ __forceinline__ int expert_of_id(const group_args *a, int id) {
     if ((uint32_t)id >= (uint32_t)a->global_experts)
         return NOBODY;
@@ -63,20 +64,20 @@ static __device__ __forceinline__ int expert_of_id(const group_args *a, int id) 
     return (uint32_t)local < (uint32_t)a->experts ? local : NOBODY;
 }
 
-/* An id of which the upper word, if there is one, has to be 0; otherwise it is nobody's. */
+/* Loads an id; -1 if it has an upper word other than 0. */
 static __device__ __forceinline__ int id_at(const int32_t *word, int words) {
     int low = word[0], high = words == 2 ? word[1] : 0;
     return high == 0 ? low : -1;
 }
 
-/* The id of a slot, wherever ids are. */
+/* Finds the id of a slot in any layout of ids. */
 static __device__ __forceinline__ int find_id(const group_args *a, int slot) {
     int token = slot / a->top_k;
     int64_t at = slot_offset(&a->ids, a->first + token, slot - token * a->top_k);
     return id_at((const int32_t *)a->ids.data + at * a->words, a->words);
 }
 
-/* The first slot of the block. */
+/* Returns the first slot of the block. */
 static __device__ __forceinline__ int first_slot(const group_args *a) {
     return (int)blockIdx.x * a->range;
 }
@@ -84,31 +85,31 @@ static __device__ __forceinline__ int first_slot(const group_args *a) {
 /* The slots of a warp, counted from the block's first one on. */
 typedef struct {
     int begin, end;
-} slot_part;
+} slot_range;
 
-static __device__ __forceinline__ slot_part part_of_warp(const group_args *a) {
+static __device__ __forceinline__ slot_range range_of_warp(const group_args *a) {
     int slots = max(min(a->slots - first_slot(a), a->range), 0);
     int each = (slots + WARPS - 1) / WARPS;
     int first = min((int)threadIdx.x / 32 * each, slots);
     return {first, min(first + each, slots)};
 }
 
-/* Counts of two neighbouring experts share a word. */
+/* Returns the words of counts: two neighbouring experts share one. */
 static __host__ __device__ __forceinline__ int words_of(int experts) {
     return (experts + 1) / 2;
 }
 
-/* What a block has in shared memory. */
+/* The smem layout of a block. */
 typedef struct {
     int *begin;       /* [E + 1]: the first row of an expert */
-    int *end;         /* [E]: behind the last one that has a slot */
+    int *end;         /* [E]: the row after the last one with a slot */
     int *first_tile;  /* [E + 1] */
-    int *local;       /* [E + 1]: where an expert's slots begin among the block's own, sorted */
-    int *base;        /* [E]: from a place among these to a row */
+    int *local;       /* [E + 1]: first of an expert's slots among the block's sorted ones */
+    int *base;        /* [E]: offset from a place among these to a row */
     uint32_t *others; /* [CLUSTER, words_of(E)]: slots of every block of the cluster */
-    uint32_t *count;  /* [WARPS, words_of(E)]: slots of a warp, then of those before it */
-    uint32_t *held;   /* [range]: a slot's expert, or NOBODY, and above its place in the warp */
-    uint32_t *sorted; /* [range]: a slot, and above it the expert */
+    uint32_t *count;  /* [WARPS, words_of(E)]: slots of a warp, then of earlier warps */
+    uint32_t *held;   /* [range]: expert of a slot, or NOBODY; above, its place in the warp */
+    uint32_t *sorted; /* [range]: a slot; above, its expert */
 } block_memory;
 
 static int64_t memory_bytes(int64_t experts, int64_t range) {
@@ -128,20 +129,20 @@ static __device__ __forceinline__ block_memory memory_at(const group_args *a, in
     return m;
 }
 
-/* The counts of the calling warp, by expert. */
+/* Returns the counts of the calling warp, by expert. */
 static __device__ __forceinline__ uint16_t *counts_of_warp(const group_args *a,
                                                            const block_memory *m) {
     return (uint16_t *)(m->count + threadIdx.x / 32 * words_of(a->experts));
 }
 
-/* Before slots are counted: no thread waits for this but at a barrier of its own. */
+/* Clears the counts, before any wait for another kernel. */
 static __device__ __forceinline__ void clear_counts(const group_args *a, const block_memory *m) {
     for (int i = threadIdx.x; i < WARPS * words_of(a->experts); i += THREADS)
         m->count[i] = 0;
     __syncthreads();
 }
 
-/* Of the lanes in `same`, those that have the same bits of `expert` as this one. */
+/* Returns the lanes of `same` with the same bits of `expert` as this one. */
 template <uint32_t FROM, uint32_t TO>
 static __device__ __forceinline__ uint32_t lanes_alike(uint32_t expert, uint32_t same) {
 #pragma unroll
@@ -152,8 +153,8 @@ static __device__ __forceinline__ uint32_t lanes_alike(uint32_t expert, uint32_t
     return same;
 }
 
-/* The lanes that have the same expert as this one; of nobody's slots none. Votes on bits that no
- * expert has cost less than a loop whose votes wait for each other. */
+/* Returns the lanes with the same expert as this one, none for NOBODY. Votes on unused bits cost
+ * less than a loop whose votes wait for each other. */
 static __device__ __forceinline__ uint32_t lanes_of_expert(const group_args *a, uint32_t expert) {
     constexpr uint32_t FEW = 128;
     uint32_t same = lanes_alike<1, FEW>(expert, __ballot_sync(ALL, expert != NOBODY));
@@ -162,36 +163,36 @@ static __device__ __forceinline__ uint32_t lanes_of_expert(const group_args *a, 
 
 /* Finds the expert of each of the warp's slots. */
 static __device__ __forceinline__ void find_experts(const group_args *a, const block_memory *m) {
-    slot_part part = part_of_warp(a);
+    slot_range range = range_of_warp(a);
     int lane = threadIdx.x % 32, first = first_slot(a);
     const int32_t *flat = a->flat + (int64_t)first * a->words;
 #pragma unroll 1
-    for (int base = part.begin + lane; a->flat && base < part.end; base += 32 * ASKED) {
-        int id[ASKED];
+    for (int base = range.begin + lane; a->flat && base < range.end; base += 32 * LOADED) {
+        int id[LOADED];
 #pragma unroll
-        for (int i = 0; i < ASKED; i++)
-            id[i] = base + 32 * i < part.end
+        for (int i = 0; i < LOADED; i++)
+            id[i] = base + 32 * i < range.end
                         ? id_at(flat + (base + 32 * i) * (int64_t)a->words, a->words)
                         : -1;
 #pragma unroll
-        for (int i = 0; i < ASKED; i++)
-            if (base + 32 * i < part.end)
+        for (int i = 0; i < LOADED; i++)
+            if (base + 32 * i < range.end)
                 m->held[base + 32 * i] = (uint32_t)expert_of_id(a, id[i]);
     }
 #pragma unroll 1
-    for (int slot = part.begin + lane; !a->flat && slot < part.end; slot += 32)
+    for (int slot = range.begin + lane; !a->flat && slot < range.end; slot += 32)
         m->held[slot] = (uint32_t)expert_of_id(a, find_id(a, first + slot));
 }
 
 /* Finds the expert of each of the block's slots and its place among those of the warp. */
 static __device__ __forceinline__ void count_slots(const group_args *a, const block_memory *m) {
-    slot_part part = part_of_warp(a);
+    slot_range range = range_of_warp(a);
     int lane = threadIdx.x % 32;
     uint16_t *own = counts_of_warp(a, m);
-    find_experts(a, m); /* a lane reads what it has written alone */
+    find_experts(a, m); /* a lane reads only what it has written */
 #pragma unroll 2
-    for (int slot = part.begin + lane; slot - lane < part.end; slot += 32) {
-        uint32_t expert = slot < part.end ? m->held[slot] : NOBODY, before = 0;
+    for (int slot = range.begin + lane; slot - lane < range.end; slot += 32) {
+        uint32_t expert = slot < range.end ? m->held[slot] : NOBODY, before = 0;
         uint32_t same = lanes_of_expert(a, expert), rank = __popc(same & ((1u << lane) - 1));
         if (expert != NOBODY) {
             before = own[expert];
@@ -205,8 +206,8 @@ static __device__ __forceinline__ void count_slots(const group_args *a, const bl
     __syncthreads();
 }
 
-/* The slots of this block of the thread's two experts, of which the upper half of the word has the
- * second; count[warp][expert] become those of the warps before. */
+/* Returns the block's slots of the thread's two experts, the second in the upper half of the word;
+ * count[warp][expert] become counts of earlier warps. */
 static __device__ __forceinline__ uint32_t add_warps(const group_args *a, const block_memory *m) {
     int words = words_of(a->experts);
     uint32_t own[WARPS], sum = 0;
@@ -225,17 +226,17 @@ static __device__ __forceinline__ uint32_t add_warps(const group_args *a, const 
     return sum;
 }
 
-/* Rows of the block's slots, and slots of their rows, those of an expert by neighbouring threads:
- * m->local and m->base are there. */
+/* Places the block's slots: writes the row of each slot and the slot of each row, those of an
+ * expert by neighbouring threads. m->local and m->base are complete. */
 #define SLOT_BITS 13
 static_assert(ONCE <= 1 << SLOT_BITS && MOQ_CUDA_MOE_EXPERTS <= 1 << (32 - SLOT_BITS),
               "slot and expert share 32 bits");
 static __device__ __forceinline__ void place_slots(const group_args *a, const block_memory *m) {
-    slot_part part = part_of_warp(a);
+    slot_range range = range_of_warp(a);
     int first = first_slot(a);
     const uint16_t *count = counts_of_warp(a, m);
 #pragma unroll 4
-    for (int slot = part.begin + (int)threadIdx.x % 32; slot < part.end; slot += 32) {
+    for (int slot = range.begin + (int)threadIdx.x % 32; slot < range.end; slot += 32) {
         uint32_t expert = m->held[slot] & 0xffff, place = m->held[slot] >> 16;
         int row = -1;
         if (expert != NOBODY) {
@@ -258,7 +259,7 @@ static __device__ __forceinline__ void place_slots(const group_args *a, const bl
 
 /* ---- experts ---- */
 
-/* Sums over the threads before this one that have experts, several at a time. */
+/* Adds `value` over earlier threads that have experts, several sums at a time. */
 template <int SUMS>
 static __device__ __forceinline__ void scan_threads(const group_args *a, int (&value)[SUMS]) {
     __shared__ int of_warp[WARPS][SUMS];
@@ -289,7 +290,7 @@ static __device__ __forceinline__ void scan_threads(const group_args *a, int (&v
             value[j] += of_warp[i][j];
 }
 
-/* What a thread knows of each of its two experts: slots of this block, of those before, of all. */
+/* A thread's counts of one of its experts: slots of this block, of earlier blocks, of all. */
 typedef struct {
     int own, before, total;
 } expert_slots;
@@ -298,8 +299,8 @@ static __device__ __forceinline__ int half_of(uint32_t word, int i) {
     return (int)(word >> 16 * i & 0xffff);
 }
 
-/* Where each expert's rows and tiles begin, and this block's slots of it. `first` is whether this
- * block tells of it what all know. */
+/* Finds where each expert's rows and tiles begin, and this block's slots of it. `first`: this block
+ * writes the results that all share. */
 static __device__ __forceinline__ void place_experts(const group_args *a, const block_memory *m,
                                                      const expert_slots (&slots)[2], bool first) {
     int together = a->pairs ? 2 : 1, step = a->tile_rows * together;
@@ -339,12 +340,12 @@ static __device__ __forceinline__ void place_experts(const group_args *a, const 
     __syncthreads();
 }
 
-/* A block's share of what has to be said of experts. */
+/* A block's share of the results by expert. */
 typedef struct {
     int rank, blocks;
 } share;
 
-/* Rows of no slot, behind those of each expert. */
+/* Marks rows without a slot, behind those of each expert. */
 static __device__ __forceinline__ void fill_rows(const group_args *a, const block_memory *m,
                                                  share s) {
     if (a->align == 1)
@@ -359,8 +360,8 @@ static __device__ __forceinline__ void fill_rows(const group_args *a, const bloc
         }
 }
 
-/* The list of tiles: some threads have an expert and every so many of its tiles; then those without
- * rows. */
+/* Lists the tiles: LISTERS threads a block have an expert and every so many of its tiles; then
+ * tiles without rows follow. */
 static __device__ __forceinline__ void list_tiles(const group_args *a, const block_memory *m,
                                                   share s) {
     int all = m->first_tile[a->experts], listers = LISTERS * s.blocks;
@@ -388,8 +389,8 @@ static __device__ __forceinline__ void list_tiles(const group_args *a, const blo
 
 /* ---- kernels ---- */
 
-/* Sends the other blocks of the cluster what this one has of the thread's experts, `own`, and adds
- * up what they have. */
+/* Sends the other blocks of the cluster this one's slots of the thread's experts, `own`, and adds
+ * theirs. */
 static __device__ __forceinline__ void exchange_counts(const group_args *a, const block_memory *m,
                                                        share s, uint32_t own,
                                                        expert_slots (&slots)[2]) {
@@ -400,7 +401,7 @@ static __device__ __forceinline__ void exchange_counts(const group_args *a, cons
         return;
 #if __CUDA_ARCH__ >= 900
     uint32_t place = shared_address(m->others + s.rank * words + threadIdx.x);
-    cluster_wait(); /* for all blocks to run */
+    cluster_wait(); /* until all blocks run */
     for (int i = 0; i < s.blocks && (int)threadIdx.x < words; i++)
         store_remote(address_in((uint32_t)i, place), __uint_as_float(own));
     cluster_sync();
@@ -418,7 +419,7 @@ static __device__ __forceinline__ void exchange_counts(const group_args *a, cons
 #endif
 }
 
-/* One cluster, or one block. */
+/* Sorts in one launch, by a cluster or a block. */
 static __global__ void __launch_bounds__(THREADS)
     group_in_cluster(const __grid_constant__ group_args a) {
     extern __shared__ int shared[];
@@ -446,7 +447,7 @@ static __global__ void __launch_bounds__(THREADS)
     block_memory m = memory_at(&a, shared);
     clear_counts(&a, &m);
     wait_for_predecessor();
-    launch_dependents(); /* what follows may read the ids from here on */
+    launch_dependents(); /* the next kernel may read the ids from here on */
     count_slots(&a, &m);
     uint32_t own = add_warps(&a, &m);
 #pragma unroll
@@ -455,9 +456,9 @@ static __global__ void __launch_bounds__(THREADS)
             a.before[(int64_t)blockIdx.x * a.experts + 2 * threadIdx.x + i] = half_of(own, i);
 }
 
-/* How many slots an expert has in all ranges; of each range those in the ranges before. */
+/* Returns an expert's slots in all ranges; counts of each range become those of earlier ranges. */
 static __device__ __forceinline__ int add_range_counts(const group_args *a, int expert) {
-    constexpr int AT_ONCE = 16; /* ranges whose counts are asked for */
+    constexpr int AT_ONCE = 16; /* ranges whose counts are loaded at a time */
     int total = 0;
 #pragma unroll 1
     for (int range = 0; range < a->ranges; range += AT_ONCE) {
@@ -502,7 +503,7 @@ static __global__ void __launch_bounds__(THREADS)
     block_memory m = memory_at(&a, shared);
     launch_dependents();
     clear_counts(&a, &m);
-    count_slots(&a, &m); /* the ids were there before the predecessor began */
+    count_slots(&a, &m); /* the ids were complete before the predecessor started */
     uint32_t own = add_warps(&a, &m);
     int local[1] = {half_of(own, 0) + half_of(own, 1)};
     scan_threads(&a, local);
@@ -529,7 +530,7 @@ static int64_t slots_of(const slot_chunk *chunk) {
     return chunk->tokens * chunk->call->spec->top_k;
 }
 
-/* Experts that have slots, at most. */
+/* Returns the experts that have slots, at most. */
 static int64_t most_experts(const slot_chunk *chunk) {
     int64_t slots = slots_of(chunk), experts = chunk->call->spec->experts;
     return slots < experts ? slots : experts;
@@ -539,25 +540,25 @@ int64_t most_rows(const slot_chunk *chunk) {
     return slots_of(chunk) + most_experts(chunk) * (chunk->align - 1);
 }
 
-int64_t most_tiles(const slot_chunk *chunk) { /* with a short one of each expert */
+int64_t most_tiles(const slot_chunk *chunk) { /* with a short tile of each expert */
     int64_t step = chunk->tile_rows * (chunk->pairs ? 2 : 1);
     return (slots_of(chunk) + most_experts(chunk) * (step - 1)) / step * (chunk->pairs ? 2 : 1);
 }
 
-/* Slots that a block has room for. */
+/* Returns the slots that a block has memory for. */
 static int64_t room_of_block(const slot_chunk *chunk) {
     int64_t experts = chunk->call->spec->experts;
     int64_t room = (ROOM - memory_bytes(experts, 0)) / (memory_bytes(0, 1) - memory_bytes(0, 0));
     return room < ONCE ? room : ONCE;
 }
 
-/* Slots that a block alone sorts, at most. */
+/* Returns the slots that one block sorts without a cluster, at most. */
 static int64_t most_alone(const slot_chunk *chunk) {
     int64_t room = room_of_block(chunk);
     return room < ALONE ? room : ALONE;
 }
 
-/* Slots of a range of three kernels. */
+/* Returns the slots of a range of the three kernels. */
 static int64_t range_of(const slot_chunk *chunk) {
     int64_t each = (slots_of(chunk) + RANGES - 1) / RANGES, room = room_of_block(chunk);
     each = (each + THREADS - 1) / THREADS * THREADS;
@@ -569,7 +570,7 @@ static int64_t range_count(const slot_chunk *chunk) {
     return (slots_of(chunk) + each - 1) / each;
 }
 
-/* Blocks of the cluster that sorts, 1 for one without others; 0 for three kernels. */
+/* Returns the blocks of the cluster that sorts, 1 without a cluster; 0 for three kernels. */
 static int64_t cluster_of(const slot_chunk *chunk) {
     int64_t slots = slots_of(chunk), blocks = 1;
     if (!moq_cuda_is_recent((const void *)group_in_cluster))
@@ -579,10 +580,9 @@ static int64_t cluster_of(const slot_chunk *chunk) {
     return slots <= blocks * SHARE ? blocks : 0;
 }
 
-/* The next part of the memory, of so many values. */
+/* Takes the next part of the memory, of `values` words. */
 static int32_t *take(int64_t *used, void *memory, int64_t values) {
-    int64_t at = *used;
-    *used += (values * (int64_t)sizeof(int32_t) + 255) / 256 * 256;
+    int64_t at = take_bytes(used, values * (int64_t)sizeof(int32_t));
     return memory ? (int32_t *)((uint8_t *)memory + at) : NULL;
 }
 
@@ -638,7 +638,7 @@ static group_args args_of(const slot_chunk *chunk, void *memory) {
     return a;
 }
 
-/* A cluster of so many blocks where `cluster` is more than 1. */
+/* Launches a kernel, in a cluster of `cluster` blocks if more than 1. */
 static moq_status launch(const slot_chunk *chunk, const void *kernel, int64_t blocks,
                          int64_t cluster, group_args *args, moq_err *err) {
     moq_launch launch = {.what = "grouping the slots of experts",

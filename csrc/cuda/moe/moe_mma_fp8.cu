@@ -1,4 +1,5 @@
-/* Products of experts of FP8 weights with rows of codes: tiles of cuda/linear/mma_fp8_tile.h. */
+/* FP8 experts on any chip with mma.sync: rows of codes by the tiles of cuda/linear/mma_fp8_tile.h,
+ * which has layouts and bounds. */
 #include "cuda/choice/choice_moe.h"
 #include "cuda/linear/mma_fp8_tile.h"
 #include "cuda/moe/expert_product.h"
@@ -9,7 +10,7 @@ using namespace mma_fp8;
 
 typedef struct {
     fp8_args tile;
-    const float *x_scale; /* of rows, or NULL: the input scale of the expert */
+    const float *x_scale; /* scales of rows; NULL: the input scale of the expert */
     expert_stack stack;
     const row_tile *tiles;
     int64_t weight_tiles;
@@ -29,7 +30,7 @@ static __global__ void __launch_bounds__(32 * WM * WN * WK, 1)
         return;
     moq_tile rows = moq_find_tile(&a.tile.partitions, a.tile.partition_count, p.weight, TN);
     fp8_weight w = {s->weight + e * s->weight_step,
-                    a.x_scale ? a.x_scale : s->input_scale + (int64_t)e * s->parts,
+                    a.x_scale ? a.x_scale : s->input_scale + (int64_t)e * s->partition_count,
                     s->weight_scale ? (const float *)(s->weight_scale + e * s->scale_step) : NULL,
                     row_of(s->output_scale, e * s->n)};
     fp8_tile<TM, TN, WM, WN, WK, STAGES, NATIVE>(
@@ -51,11 +52,11 @@ typedef struct {
         }                                                                                          \
     }
 
-/* As those of the linear, and one between: an expert has 16 to 32 rows more often than a call. */
+/* Tiles of the linear, and one between: an expert has 16 to 32 rows more often than a call. */
 static const shape SHAPES[] = {SHAPE(16, 32, 1, 1, 4, 8), SHAPE(32, 64, 1, 2, 4, 5),
                                SHAPE(64, 64, 2, 2, 2, 4), SHAPE(128, 128, 2, 4, 1, 3)};
 
-static row_format form(const moq_linear_spec *spec) {
+static row_format format_of(const moq_linear_spec *spec) {
     return spec->input == MOQ_INPUT_E4M3_GROUP   ? ROWS_GROUP
            : spec->input == MOQ_INPUT_E4M3_TOKEN ? ROWS_TOKEN
                                                  : ROWS_TENSOR;
@@ -70,14 +71,14 @@ static moq_status multiply(const expert_product *p, bool native, moq_err *err) {
     args.tile.m = p->most_rows;
     args.tile.k = spec->in_features;
     args.tile.codes = (const uint8_t *)p->rows->data;
-    args.tile.next_row = p->rows->form == ROWS_TOKEN;
+    args.tile.next_row = p->rows->format == ROWS_TOKEN;
     args.tile.partition_count = spec->partition_count;
     args.tile.partitions = moq_partitions_of(spec);
-    args.x_scale = p->rows->form == ROWS_TENSOR ? NULL : (const float *)p->rows->scales;
+    args.x_scale = p->rows->format == ROWS_TENSOR ? NULL : (const float *)p->rows->scales;
     args.stack = stack_of(p);
     args.tiles = p->groups->tile;
     args.weight_tiles = moq_tile_count(spec, s->tn);
-    args.out = p->out;
+    args.out = (float *)p->out;
     return launch_product(p, s->kernel[native], args.weight_tiles, s->threads,
                           (s->tm + s->tn) * STEP * s->stages, &args, err);
 }
@@ -90,9 +91,18 @@ static moq_status multiply_as_codes(const expert_product *p, moq_err *err) {
     return multiply(p, true, err);
 }
 
-const product_kind FP8_AS_F16_PRODUCT = {form, moq_moe_mma_fp8_as_f16_tile_rows,
-                                         multiply_as_halves};
-const product_kind FP8_AS_E4M3_PRODUCT = {form, moq_moe_mma_fp8_as_e4m3_tile_rows,
-                                          multiply_as_codes};
+static row_tiling tiling_as_halves(const moq_moe_call *, double rows) {
+    return {moq_moe_mma_fp8_as_f16_tile_rows(rows), 1, false};
+}
+
+static row_tiling tiling_as_codes(const moq_moe_call *, double rows) {
+    return {moq_moe_mma_fp8_as_e4m3_tile_rows(rows), 1, false};
+}
+
+static const expert_kernels AS_HALVES = {format_of, tiling_as_halves, multiply_as_halves};
+static const expert_kernels AS_CODES = {format_of, tiling_as_codes, multiply_as_codes};
+
+MOQ_EXPERTS_ENTRY(mma_fp8_as_f16, AS_HALVES)
+MOQ_EXPERTS_ENTRY(mma_fp8_as_e4m3, AS_CODES)
 
 } // namespace moq::moe

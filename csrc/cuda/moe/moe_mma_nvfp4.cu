@@ -1,8 +1,9 @@
-/* Products of experts of packed NVFP4 weights: tiles of cuda/linear/mma_nvfp4_tile.h.
+/* NVFP4 experts on any chip with mma.sync: rows by packed weights, in the tiles of
+ * cuda/linear/mma_nvfp4_tile.h, which has layouts and bounds.
  *
- * Rows are of 16 bits: x as it is, or the numbers that its codes mean, e4m3 or NVFP4, which float16
- * holds. So the products are those of codes, exactly, on every chip with tensor cores of float16,
- * and sums have all of float32. Weights are as they are, or folded to e4m3. */
+ * Rows have 16 bits: x unchanged, or the values of its codes, e4m3 or NVFP4, which float16 holds.
+ * So the products are those of codes, exactly, on every chip with tensor cores of float16, and sums
+ * are float32. Weights are exact, or folded to e4m3. */
 #include "cuda/choice/choice_moe.h"
 #include "cuda/linear/mma_nvfp4_tile.h"
 #include "cuda/moe/expert_product.h"
@@ -13,14 +14,14 @@ using namespace mma_nvfp4;
 
 typedef struct {
     nvfp4_args tile;
-    const float *x_scale; /* of rows, or NULL: the input scale of the expert */
+    const float *x_scale; /* scales of rows; NULL: the input scale of the expert */
     expert_stack stack;
     const row_tile *tiles;
     int64_t weight_tiles;
     float *out;
 } nvfp4_product_args;
 
-template <class SHAPE, nvfp4_format FORM>
+template <class SHAPE, nvfp4_format FORMAT>
 static __global__ void __launch_bounds__(SHAPE::THREADS)
     nvfp4_experts(const __grid_constant__ nvfp4_product_args a) {
     extern __shared__ __align__(128) uint8_t memory[];
@@ -31,13 +32,13 @@ static __global__ void __launch_bounds__(SHAPE::THREADS)
     int e = p.rows.expert;
     if (p.rows.rows == 0)
         return;
-    nvfp4_tile<SHAPE, FORM>(a.tile,
-                            {s->weight + e * s->weight_step, s->output_scale + e * s->n,
-                             output_of(s, a.out, e), (int)p.weight * SHAPE::TILE_SLABS, p.rows.rows,
-                             p.rows.first,
-                             a.x_scale ? a.x_scale : row_of(s->input_scale, (int64_t)e * s->parts),
-                             a.x_scale != NULL, row_of(s->fold_scale, e * s->n)},
-                            memory);
+    nvfp4_tile<SHAPE, FORMAT>(
+        a.tile,
+        {s->weight + e * s->weight_step, s->output_scale + e * s->n, output_of(s, a.out, e),
+         (int)p.weight * SHAPE::TILE_SLABS, p.rows.rows, p.rows.first,
+         a.x_scale ? a.x_scale : row_of(s->input_scale, (int64_t)e * s->partition_count),
+         a.x_scale != NULL, row_of(s->fold_scale, e * s->n)},
+        memory);
 }
 
 /* ---- launch ---- */
@@ -58,23 +59,24 @@ template <class TILING> static constexpr shape shape_of(void) {
              (const void *)nvfp4_experts<TILING, NVFP4_FOLDED>}};
 }
 
-/* Those of the linear with few tokens and with many. Between, where K of a linear would be shared
- * out, tiles of experts are many enough: four warps have all of K, and two blocks of it a step, so
- * that they wait for each other half as often. */
+/* Tiles of the linear for decode and prefill. Between them the linear splits K, but experts have
+ * enough tiles: four warps have all of K and two blocks of K a step, so that they synchronize half
+ * as often. */
 typedef tiling<32, 128, 1, 4, 1, 2, 4> experts_32;
 typedef tiling<64, 128, 1, 4, 1, 2, 3> experts_64;
 
 static const shape SHAPES[] = {shape_of<tiling_8>(), shape_of<tiling_16>(), shape_of<experts_32>(),
                                shape_of<experts_64>(), shape_of<tiling_128>()};
 
-/* A layer that leaves the choice to the library is not quantized where weights are exact. */
-static row_format form_exact(const moq_linear_spec *spec) {
+/* Returns the format for exact weights; a layer that leaves the choice to the library is not
+ * quantized. */
+static row_format format_exact(const moq_linear_spec *spec) {
     if (spec->input == MOQ_INPUT_AS_IS || moq_linear_has_choice(spec))
         return ROWS_VALUES;
     return spec->input == MOQ_INPUT_NVFP4 ? ROWS_HALVES_NVFP4 : ROWS_HALVES_TENSOR;
 }
 
-static row_format form_folded(const moq_linear_spec *spec) {
+static row_format format_folded(const moq_linear_spec *spec) {
     return spec->input == MOQ_INPUT_E4M3_TOKEN ? ROWS_HALVES_TOKEN : ROWS_HALVES_TENSOR;
 }
 
@@ -85,28 +87,29 @@ static const shape *shape_for(int tokens) {
     return s;
 }
 
-static moq_status multiply(const expert_product *p, nvfp4_format form, moq_err *err) {
+static moq_status multiply(const expert_product *p, nvfp4_format format, moq_err *err) {
     const moq_linear_spec *spec = p->spec;
     const shape *s = shape_for(p->tile_rows);
     nvfp4_product_args args = {};
     args.tile.x = (const uint8_t *)p->rows->data;
-    args.tile.x_stride = row_bytes(p->rows->form, spec->dtype, spec->in_features);
+    args.tile.x_stride = row_bytes(p->rows->format, spec->dtype, spec->in_features);
     args.tile.m = p->most_rows;
     args.tile.k = spec->in_features;
     args.tile.n = (int)spec->out_features;
     args.tile.slabs = (int)moq_pack_slabs(spec->out_features);
     args.tile.blocks = (int)moq_pack_blocks(spec->in_features);
     args.tile.splits = 1;
-    args.x_scale = p->rows->form == ROWS_HALVES_TOKEN ? (const float *)p->rows->scales : NULL;
+    args.x_scale = p->rows->format == ROWS_HALVES_TOKEN ? (const float *)p->rows->scales : NULL;
     args.stack = stack_of(p);
     args.tiles = p->groups->tile;
     args.weight_tiles = (spec->out_features + s->rows - 1) / s->rows;
-    args.out = p->out;
-    return launch_product(p, s->kernel[form], args.weight_tiles, s->threads, s->shared, &args, err);
+    args.out = (float *)p->out;
+    return launch_product(p, s->kernel[format], args.weight_tiles, s->threads, s->shared, &args,
+                          err);
 }
 
 static moq_status multiply_exact(const expert_product *p, moq_err *err) {
-    if (p->rows->form != ROWS_VALUES)
+    if (p->rows->format != ROWS_VALUES)
         return multiply(p, NVFP4_OF_CODES, err);
     return multiply(p, p->spec->dtype == MOQ_DT_F16 ? NVFP4_OF_F16 : NVFP4_OF_BF16, err);
 }
@@ -115,8 +118,18 @@ static moq_status multiply_folded(const expert_product *p, moq_err *err) {
     return multiply(p, NVFP4_FOLDED, err);
 }
 
-const product_kind NVFP4_PRODUCT = {form_exact, moq_moe_mma_nvfp4_tile_rows, multiply_exact};
-const product_kind NVFP4_FOLDED_PRODUCT = {form_folded, moq_moe_mma_nvfp4_folded_tile_rows,
-                                           multiply_folded};
+static row_tiling tiling_exact(const moq_moe_call *, double rows) {
+    return {moq_moe_mma_nvfp4_tile_rows(rows), 1, false};
+}
+
+static row_tiling tiling_folded(const moq_moe_call *, double rows) {
+    return {moq_moe_mma_nvfp4_folded_tile_rows(rows), 1, false};
+}
+
+static const expert_kernels EXACT = {format_exact, tiling_exact, multiply_exact};
+static const expert_kernels FOLDED = {format_folded, tiling_folded, multiply_folded};
+
+MOQ_EXPERTS_ENTRY(mma_nvfp4, EXACT)
+MOQ_EXPERTS_ENTRY(mma_nvfp4_folded, FOLDED)
 
 } // namespace moq::moe

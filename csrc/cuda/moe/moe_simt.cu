@@ -1,4 +1,5 @@
-/* Products of experts of every shape, weight and chip: tiles of cuda/linear/simt_tile.h. */
+/* Experts of every shape, weight and chip on CUDA cores, in the tiles of cuda/linear/simt_tile.h,
+ * which has layouts and bounds. */
 #include "cuda/linear/simt_tile.h"
 #include "cuda/moe/expert_product.h"
 
@@ -28,7 +29,7 @@ static __global__ void __launch_bounds__(THREADS)
         moq_find_tile(&a.tile.partitions, a.tile.partition_count, p.weight, WARPS * ROWS);
     simt::simt_weight w = {s->weight + e * s->weight_step, s->weight_scale + e * s->scale_step,
                            row_of(s->output_scale, e * s->n), row_of(s->fold_scale, e * s->n),
-                           row_of(s->input_scale, (int64_t)e * s->parts)};
+                           row_of(s->input_scale, (int64_t)e * s->partition_count)};
     simt::simt_tile<MODE, WEIGHT, ROWS>(
         a.tile, {w, output_of(s, a.out, e), rows, p.rows.first, p.rows.rows});
 }
@@ -40,8 +41,9 @@ template <int MODE, int WEIGHT> struct simt_kernel {
     }
 };
 
-/* It quantizes by itself, and wants to know the largest of a token; or it has the codes of x. */
-static row_format form(const moq_linear_spec *spec) {
+/* Returns the format: values, which the kernel quantizes itself and may need amax for, or the codes
+ * of x. */
+static row_format format_of(const moq_linear_spec *spec) {
     moq_input_mode input = simt::input_of(spec);
     if (!spec->quantized_input)
         return input == MOQ_INPUT_E4M3_TOKEN ? ROWS_AMAX : ROWS_VALUES;
@@ -51,14 +53,13 @@ static row_format form(const moq_linear_spec *spec) {
                                            : ROWS_TENSOR;
 }
 
-static int tile_rows(double rows) {
-    (void)rows;
-    return TOKENS;
+static row_tiling tiling_of(const moq_moe_call *, double) {
+    return {TOKENS, 1, false};
 }
 
 static moq_status multiply(const expert_product *p, moq_err *err) {
     const moq_linear_spec *spec = p->spec;
-    int64_t stride = row_bytes(p->rows->form, spec->dtype, spec->in_features);
+    int64_t stride = row_bytes(p->rows->format, spec->dtype, spec->in_features);
     bool few = moq_tile_count(spec, WARPS * PREFILL_ROWS) * p->tiles < FEW_TILES;
     simt_product_args args = {};
     if (spec->quantized_input)
@@ -73,11 +74,13 @@ static moq_status multiply(const expert_product *p, moq_err *err) {
     args.stack = stack_of(p);
     args.tiles = p->groups->tile;
     args.weight_tiles = moq_tile_count(spec, few ? WARPS : WARPS * PREFILL_ROWS);
-    args.out = p->out;
+    args.out = (float *)p->out;
     return launch_product(p, simt::kernel_for<simt_kernel>(spec, few), args.weight_tiles, THREADS,
                           0, &args, err);
 }
 
-const product_kind SIMT_PRODUCT = {form, tile_rows, multiply};
+static const expert_kernels SIMT = {format_of, tiling_of, multiply};
+
+MOQ_EXPERTS_ENTRY(simt, SIMT)
 
 } // namespace moq::moe

@@ -1,13 +1,14 @@
-/* Logits of a router: core/gate.h has the formula.
+/* Logits of a router (core/gate.h has the formula).
  *
- * A matrix of half a megabyte for one token is bound by nothing but the way there and back: the
- * start of a kernel, one load of the weight, one of x, and the sums. So the eight blocks of a
- * cluster share K of 16 experts, and the four warps of a block its part; the weight is on its way
- * before the kernel waits for its predecessor, and of 2048 columns a warp has but two steps. Sums
- * of warps meet in shared memory, those of blocks in the block that has the experts' outputs.
+ * Layouts: x [tokens, H] and the weight [experts, H], rows at multiples of 16 bytes. The eight
+ * blocks of a cluster split K of 16 experts, and the four warps of a block split its part. Sums of
+ * warps meet in shared memory, those of blocks in the block that has the experts' outputs. A step
+ * is 32 columns, of which a lane has eight neighbours, 16 bytes. Both operands permute the columns
+ * of a product alike.
  *
- * A step is 32 columns, and a lane has eight neighbours of them, whole 16 bytes: which column of a
- * product is which does not matter where both operands have them in the same order. */
+ * Bound: latency, as half a megabyte for one token takes a kernel start, one load of the weight,
+ * one of x, and the sums. So the weight is loaded before the kernel waits for its predecessor, and
+ * a warp has but two steps of 2048 columns. */
 #include "cuda/tensor/cuda_gate.h"
 
 #include "cuda/device/ptx.h"
@@ -21,7 +22,7 @@ namespace moq::gate {
 #define WARPS   4
 #define THREADS (32 * WARPS)
 #define SHARES  8  /* blocks of a cluster */
-#define EXPERTS 16 /* of a cluster */
+#define EXPERTS 16 /* experts of a cluster */
 #define STEP    32 /* columns */
 #define AHEAD   2  /* steps of a warp that are loaded at once */
 #define MOST    64 /* tokens of a block */
@@ -34,9 +35,10 @@ typedef struct {
     int experts, steps;
 } gate_args;
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900 /* clusters */
+#if !defined(__CUDA_ARCH__) ||                                                                     \
+    __CUDA_ARCH__ >= 900 /* clusters exist from compute capability 9.0 on */
 
-/* Of the weight in a step: row `lane / 4` of the experts and that 8 further on. */
+/* A lane's weight in a step: row `lane / 4` of the experts and row `lane / 4 + 8`. */
 typedef struct {
     uint4 low, high;
 } step_rows;
@@ -45,7 +47,7 @@ static __device__ __forceinline__ uint4 load_four(const uint8_t *row, int step, 
     return *(const uint4 *)(row + (int64_t)step * STEP * 2 + lane % 4 * 16);
 }
 
-/* The weight of up to AHEAD steps, zeros of those that there are not. */
+/* Loads the weight of up to AHEAD steps; zeros beyond the last. */
 static __device__ __forceinline__ void load_weight(const gate_args &a, step_rows (&w)[AHEAD],
                                                    int expert, int first, int apart, int lane) {
     const uint8_t *row[2];
@@ -118,7 +120,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
 #if __CUDA_ARCH__ >= 900
     constexpr int TOKENS = TILES * 8, OWN = EXPERTS * TOKENS / SHARES; /* outputs of a block */
     __shared__ float part[WARPS][EXPERTS][TOKENS];
-    __shared__ float box[SHARES][OWN]; /* of all blocks, for the outputs of this one */
+    __shared__ float box[SHARES][OWN]; /* partial sums of all blocks for the outputs of this one */
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = (int)rank_in_cluster();
     const int expert = (int)blockIdx.x / SHARES * EXPERTS, apart = SHARES * WARPS;
     const int64_t token = (int64_t)blockIdx.y * MOST;
@@ -141,7 +143,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
             part[warp][lane / 4 + i / 2 * 8][tile * 8 + lane % 4 * 2 + i % 2] = sum[tile][i];
     }
     __syncthreads();
-    cluster_wait(); /* all blocks run, and have their boxes */
+    cluster_wait(); /* all blocks run, and their shared memory may be written */
     for (int i = threadIdx.x; i < EXPERTS * TOKENS; i += THREADS) {
         float whole = part[0][i / TOKENS][i % TOKENS];
 #pragma unroll

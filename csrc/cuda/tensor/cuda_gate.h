@@ -1,4 +1,4 @@
-/* Logits of a router on the device: see core/gate.h. */
+/* Logits of a router on the device (core/gate.h). */
 #ifndef MOQ_CUDA_TENSOR_CUDA_GATE_H
 #define MOQ_CUDA_TENSOR_CUDA_GATE_H
 
@@ -8,9 +8,9 @@
 extern "C" {
 #endif
 
-/* Rows of x and of the weight begin at multiples of 16 bytes, and there are some of both; `out` has
- * no gaps. MOQ_ERR_UNSUPPORTED before compute capability 9.0. Queued on `stream` of the current
- * device. It may overlap with its predecessor and successor there (programmatic launch). */
+/* Makes the logits of at least one token and expert. Rows of x and of the weight begin at multiples
+ * of 16 bytes, `out` has no gaps. MOQ_ERR_UNSUPPORTED before compute capability 9.0. Queued on
+ * `stream` of the current device; may overlap with its neighbours there (PDL). */
 moq_status moq_cuda_gate(const moq_gate *gate, void *out, void *stream, moq_err *err);
 
 #ifdef __cplusplus

@@ -1,11 +1,13 @@
-/* Heads of q and k, normed and turned in their place, and those of k and v written to a cache:
- * core/heads.h has the formula.
+/* RMSNorm and RoPE of heads of q and k in place, and heads of k and v stored in a cache
+ * (core/heads.h has the formula).
  *
- * D / 8 lanes have a head, 8 neighbours each, so that what a lane is turned against lies half as
- * many lanes away, and the sum of squares is the binary tree over neighbours of rms_norm. A block
- * has 128 / (D / 8) heads, of one token or of several. Bound by memory, 4 bytes a value; with few
- * tokens by the start of a kernel and one chain of loads: position, angles. Lanes of v's heads turn
- * nothing, but take part in what their warp does together. */
+ * Layouts: rows of heads of D values, 16 bits each; the cache by slots of blocks. D / 8 lanes have
+ * a head, 8 neighbours each. A lane's partner in RoPE lies half as many lanes away, and the sum of
+ * squares is the binary tree over neighbours of rms_norm. A block has 128 / (D / 8) heads, of one
+ * token or of several. Lanes of v's heads turn nothing, but take part in their warp's shuffles.
+ *
+ * Bound: memory, 4 bytes a value; with few tokens the start of a kernel and one chain of loads:
+ * position, angles. */
 #include "cuda/tensor/cuda_heads.h"
 
 #include "cuda/runtime/launch.h"
@@ -24,7 +26,7 @@ using quantization::widen;
 
 typedef struct {
     void *data;
-    int64_t block, slot, head; /* from one to the next, in values */
+    int64_t block, slot, head; /* step from head to head, in values */
 } pages;
 
 typedef struct {
@@ -32,15 +34,14 @@ typedef struct {
     const int64_t *positions;
     const void *table;
     const void *weight[MOQ_HEADS_KINDS];
-    int64_t stride, count; /* of rows, in values; heads of all tokens */
-    int64_t last;          /* row of the table */
-    int q_heads, turned,
-        heads;   /* of a token: q's, q's and k's, and with those of v that are stored */
-    bool normed; /* any of them */
+    int64_t stride, count;      /* stride of rows, in values; heads of all tokens */
+    int64_t last;               /* values of a row of the table */
+    int q_heads, turned, heads; /* heads of a token: of q, of q and k, and with stored heads of v */
+    bool normed;                /* true if any head is normed */
     float eps;
     pages cache[MOQ_CACHES];
     const int64_t *slots;
-    int64_t stored, capacity, block_size; /* slots given, slots of the cache and of a block */
+    int64_t stored, capacity, block_size; /* given slots; slots of the cache and of a block */
 } heads_args;
 
 template <int DT>
@@ -57,7 +58,8 @@ norm_head(const chunk<DT, PIECE> &x, const chunk<DT, PIECE> &gain, float eps) {
     return normalised(x, reciprocal_rms(sum, LANES * PIECE, eps), gain);
 }
 
-/* rounded(rounded(v * cos) + rounded(other * sin)); the lanes of the first half have -other. */
+/* Turns values: rounded(rounded(v * cos) + rounded(other * sin)). Lanes of the first half have
+ * -other. */
 template <int DT>
 static __device__ __forceinline__ chunk<DT, PIECE>
 turn(const chunk<DT, PIECE> &v, const chunk<DT, PIECE> &other, bool first,
@@ -81,7 +83,7 @@ turn(const chunk<DT, PIECE> &v, const chunk<DT, PIECE> &other, bool first,
     return narrow<DT>(own);
 }
 
-/* Values of a head of k or v, from `at` on, to their place in the cache, if there is one. */
+/* Stores values of a head of k or v, from `at` on, in the cache, if they have a slot. */
 template <int DT>
 static __device__ __forceinline__ void store_page(const heads_args &a, const chunk<DT, PIECE> &v,
                                                   int64_t token, int64_t head, int64_t at) {

@@ -1,12 +1,12 @@
-/* Rearranging codes and scales on the device: see cuda_layout.h. All of it is bound by memory.
+/* Rearranging of codes and scales on the device (cuda_layout.h). Bound: memory.
  *
  * Bytes mapped to bytes (fp4 packing, translation): a thread has 16 or 32 bytes of a row in
- * registers; rows without gaps are one long row. Rows that are not aligned to 16 bytes, or whose
+ * registers; rows without gaps form one long row. Rows that are not aligned to 16 bytes, or whose
  * columns lie apart, are read and written byte by byte.
  *
- * Swizzle: a tile of 128 rows x 4 columns is 512 bytes, of which the 16 that belong to the rows m,
- * m + 32, m + 64 and m + 96 lie together: a thread has those. Eight lanes have neighbouring tiles,
- * so that both sides move whole sectors of 32 bytes. */
+ * Swizzle: a tile of 128 rows x 4 columns is 512 bytes. A thread has the 16 of them that belong to
+ * the rows m, m + 32, m + 64 and m + 96. Eight lanes have neighbouring tiles, so that both sides
+ * move whole sectors of 32 bytes. */
 #include "cuda/tensor/cuda_layout.h"
 
 #include "core/swizzle.h"
@@ -15,12 +15,12 @@
 namespace moq::layouts {
 
 #define THREADS 256
-#define TILES   8 /* of a block, next to each other in a row */
+#define TILES   8 /* tiles of a block, neighbours in a row */
 
 /* ---- bytes to bytes ---- */
 
 typedef struct {
-    moq_tensor from; /* of bytes, at least one axis */
+    moq_tensor from; /* a tensor of bytes with at least one axis */
     uint8_t *out;
     int64_t columns; /* bytes of a row of `from` */
     unsigned chunks; /* blocks of a row */
@@ -31,7 +31,7 @@ struct pack_codes {
     static const int IN = 32, OUT = 16;
     typedef char table; /* none */
 
-    /* Four codes of two words each to four bytes. */
+    /* Packs four codes of two words each into four bytes. */
     static __device__ __forceinline__ void apply(const uint32_t *in, uint32_t *out,
                                                  const uint8_t *) {
 #pragma unroll
@@ -70,7 +70,7 @@ struct translate_codes {
     }
 };
 
-/* First byte of a row; the rows of all leading axes are counted in row-major order. */
+/* Returns the first byte of a row; rows of all leading axes are counted in row-major order. */
 static __device__ __forceinline__ const uint8_t *row_of(const moq_tensor *t, int64_t row) {
     int64_t at = 0;
     for (int i = t->ndim - 2; i >= 0; i--) {
@@ -183,8 +183,8 @@ extern "C" moq_status moq_cuda_translate(const moq_tensor *codes, const moq_code
 
 typedef struct {
     const uint8_t *data;
-    int64_t rows, columns;               /* of a matrix */
-    int64_t matrix_step, row_step, step; /* of matrices, rows and columns */
+    int64_t rows, columns;               /* sizes of a matrix */
+    int64_t matrix_step, row_step, step; /* steps between matrices, rows and columns */
 } matrices;
 
 typedef struct {
@@ -192,12 +192,12 @@ typedef struct {
     uint8_t *tiles;
     int64_t tile_rows, tile_columns; /* tiles of a matrix */
     int64_t gap;                     /* bytes between the tiles of two matrices */
-    int64_t groups;                  /* of TILES tiles in a row of them */
-    bool aligned;                    /* tiles: to 16 bytes */
+    int64_t groups;                  /* groups of TILES tiles in a row of tiles */
+    bool aligned;                    /* tiles are aligned to 16 bytes */
     bool whole;                      /* four bytes of a row are a word, and rows consist of words */
 } tile_args;
 
-/* What a thread has: 16 bytes of a tile, and the first of their four rows and four columns. */
+/* A thread's place: 16 bytes of a tile, and the first of their four rows and four columns. */
 typedef struct {
     uint8_t *tile;
     int64_t matrix, row, column;
@@ -207,7 +207,7 @@ typedef struct {
 static __device__ __forceinline__ tile_part split_of(const tile_args *a) {
     int64_t block = blockIdx.x, m = threadIdx.x / TILES;
     int64_t across = block % a->groups * TILES + threadIdx.x % TILES;
-    int64_t down = block / a->groups; /* of all matrices */
+    int64_t down = block / a->groups; /* row of tiles, counted over all matrices */
     int64_t tile = down * a->tile_columns + across;
     tile_part part = {a->tiles + tile * MOQ_SWIZZLE_BYTES + m * 16 + down / a->tile_rows * a->gap,
                       down / a->tile_rows, down % a->tile_rows * MOQ_SWIZZLE_ROWS + m, across * 4,
@@ -215,7 +215,7 @@ static __device__ __forceinline__ tile_part split_of(const tile_args *a) {
     return part;
 }
 
-/* Four bytes of a row of the matrix; zeros outside of it. */
+/* Loads four bytes of a row of the matrix; zeros outside of it. */
 static __device__ __forceinline__ uint32_t load_four(const tile_args *a, const tile_part *p,
                                                      int64_t row) {
     const matrices *t = &a->plain;
@@ -273,7 +273,7 @@ static __global__ void __launch_bounds__(THREADS) unswizzle(tile_args a) {
         store_four(&a, &p, p.row + i * 32, word[i]);
 }
 
-/* A span of 0: tiles of matrices without gaps. */
+/* Fills the arguments; a span of 0 means matrices of tiles without gaps. */
 static moq_status move_tiles(const char *what, const void *kernel, const moq_tensor *plain,
                              uint8_t *tiles, int64_t span, void *stream, moq_err *err) {
     int last = plain->ndim - 1;

@@ -1,4 +1,4 @@
-/* Kernels of RMSNorm whose values are written as they are: see cuda_quantize_norm.h. */
+/* Kernels of RMSNorm that write values (cuda_quantize_norm.h). */
 #include "cuda/tensor/cuda_quantize_norm.h"
 
 namespace moq::quantization {

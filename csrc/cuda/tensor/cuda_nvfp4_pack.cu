@@ -1,21 +1,19 @@
-/* NVFP4 weights to the packed layout and back: see cuda_nvfp4_pack.h.
+/* NVFP4 weights to the packed layout and back (cuda_nvfp4_pack.h).
  *
- * A warp has RUN units of a slab, one after the other in memory: of each row 128 bytes of codes and
- * 16 of scales. Packing, lane 16p + 4u + s loads group s of unit u, 8 bytes, of rows 2i + p and
- * 2i + p + 8 for i = 0..3, so that 16 lanes read a row's line. The four lanes of a unit then
- * exchange bytes, so that lane s has the codes of its four groups that belong to vector t = s, and
- * with them makes the whole vector, which goes out as it is. Of scales, lane 2r + h loads the 8 of
- * row r and units 2h and 2h + 1, parts with one unit to the lane that has row r + 8 or r - 8, and
- * stores those of both rows. Nothing goes through shared memory but scales for the largest values.
+ * A warp has RUN units of a slab, consecutive in memory: 128 bytes of codes and 16 of scales of
+ * each row. Packing, lane 16p + 4u + s loads group s of unit u, 8 bytes, of rows 2i + p and 2i + p
+ * + 8 for i = 0..3, so that 16 lanes read a row's line. The four lanes of a unit then exchange
+ * bytes. Lane s gets the codes of its four groups that belong to vector t = s, makes the whole
+ * vector of them, and stores it.
  *
- * Unpacking goes by shared memory, where units are a vector further apart than they are in the
- * result: no bank is met twice.
+ * Lane 2r + h loads the 8 scales of row r and units 2h and 2h + 1. It gives one unit to the lane
+ * with row r + 8 or r - 8, and stores the scales of both rows. Only scales for the largest values
+ * go through shared memory. Unpacking goes through shared memory, where units are a vector further
+ * apart than in the result, so that no bank is met twice.
  *
- * Bound by memory: 9/16 byte of a weight in and out, beside about 2.5 operations. What is not
- * aligned to 8 bytes goes byte by byte.
- *
- * Where rows are to be folded, a block has a whole slab, and finds the largest value of each row on
- * the way: magnitudes of codes are in the order of the codes. */
+ * Bound: memory, 9/16 byte of a weight in and out, beside about 2.5 operations. Rows that are not
+ * aligned to 8 bytes go byte by byte. To fold, a block has a whole slab and finds the largest value
+ * of each row on the way: magnitudes of codes have the order of the codes. */
 #include "cuda/tensor/cuda_nvfp4_pack.h"
 
 #include "core/formats.h"
@@ -27,22 +25,22 @@
 
 namespace moq::packing {
 
-#define WARPS   4 /* of a block */
+#define WARPS   4 /* warps of a block */
 #define THREADS (32 * WARPS)
 #define RUN     4
-#define PAIRS   4 /* of rows g and g + 8, of a lane */
+#define PAIRS   4 /* pairs of rows g and g + 8 of a lane */
 #define VECTORS (MOQ_PACK_BYTES / 16)
 #define APART   (VECTORS + 1) /* vectors from unit to unit in shared memory */
 
-/* Where a block has a slab: its warps at most, and how many blocks of so many registers are to be
- * enough for. */
+/* Kernels with a slab a block: warps at most, and blocks a multiprocessor whose registers must
+ * suffice. */
 #define SLAB_WARPS   8
 #define BLOCKS_OF_SM 4
-/* And where blocks have runs, for the aligned kernel: 48 registers a thread, without spills. Where
- * loads are byte by byte, two blocks less. */
+/* Kernels with runs a block: blocks a multiprocessor. The aligned kernel has 48 registers a thread,
+ * without spills; the bytewise one has two blocks less. */
 #define BLOCKS_OF_COPY 10
 
-/* What a kernel is given: the sources come with it, so that nothing has to be on the device
+/* Arguments of a kernel. The sources are among them, so that nothing has to be on the device
  * before. The second dimension of its grid goes over the experts of a stack. */
 typedef struct {
     moq_nvfp4_pack of;
@@ -80,16 +78,16 @@ static __device__ __forceinline__ void store_codes(uint8_t *to, const uint2 &cod
 
 /* ---- words ---- */
 
-/* Bits of b where the mask has ones, else of a. */
+/* Returns bits of b where the mask has ones, else of a. */
 static __device__ __forceinline__ uint32_t select(uint32_t a, uint32_t b, uint32_t mask) {
     return (a & ~mask) | (b & mask);
 }
 
-/* The words of all four vectors from a group of two rows, as moq_pack_pair has them; four codes of
- * a row, in every other nibble, at a time. Where x are the codes of pairs 0 and 1, y those of 2 and
- * 3: the signs of the four pairs are made neighbours, then magnitudes two by two (six bits in each
- * byte: one of even, one of odd columns), then both bytes of each half, which are dealt out last.
- */
+/* Makes the words of all four vectors from a group of two rows, in the order of moq_pack_pair. It
+ * takes four codes of a row, in every other nibble, at a time: `x` has the codes of pairs 0 and 1,
+ * `y` those of 2 and 3. The signs of the four pairs are made neighbours, then magnitudes two by
+ * two: six bits in each byte, one of even, one of odd columns. Both bytes of each half are dealt
+ * out last. */
 static __device__ __forceinline__ uint4 make_words(const groups &in) {
     uint32_t x0 = in.codes[0].x, x1 = in.codes[1].x, y0 = in.codes[0].y, y1 = in.codes[1].y;
     uint32_t signs = select(select(x0, y0 >> 1, 0x44444444u), select(y1 >> 2, x1 >> 3, 0x11111111u),
@@ -128,7 +126,7 @@ static __device__ __forceinline__ groups unstage(const uint8_t *unit, int g, int
  * units or groups. */
 typedef struct {
     uint32_t slab, first;
-    int count; /* 0: none */
+    int count; /* 0: no unit */
 } run;
 
 static __device__ __forceinline__ run find_run(int64_t rows, int64_t columns) {
@@ -138,10 +136,10 @@ static __device__ __forceinline__ run find_run(int64_t rows, int64_t columns) {
     return {slab, first, slab < moq_pack_slabs(rows) ? (int)min(blocks - first, (uint32_t)RUN) : 0};
 }
 
-/* Which codes are a lane's: group s of unit u, of rows g and g + 8 for g = 2i + p. */
+/* A lane's codes: group s of unit u, of rows g and g + 8 for g = 2i + p. */
 typedef struct {
     int lane, p, u, s;
-    uint32_t group; /* of the layer; beyond its last one there is nothing */
+    uint32_t group; /* group of the layer; nothing is beyond the last one */
 } part;
 
 static __device__ __forceinline__ uint32_t groups_of(int64_t columns) {
@@ -153,13 +151,13 @@ static __device__ __forceinline__ part find_part(const run &here) {
     return {lane, lane / 16, u, s, (here.first + u) * MOQ_PACK_GROUPS + s};
 }
 
-/* What a lane has loaded. */
+/* Codes and scales that a lane has loaded. */
 typedef struct {
     groups codes[PAIRS];
-    uint2 scales; /* of row lane / 2, the units from lane % 2 * 2 on, groups from the lowest byte */
+    uint2 scales; /* of row lane / 2, units from lane % 2 * 2 on; lowest byte first */
 } share;
 
-/* The source of a row, and its first row. */
+/* Finds the source of a row, and that source's first row. */
 typedef struct {
     int index;
     int64_t first;
@@ -172,7 +170,7 @@ static __device__ __forceinline__ place find_place(const pack_args &p, int64_t r
     return at;
 }
 
-/* weight_scale_2 of a source for the block's expert. */
+/* Returns weight_scale_2 of a source for the block's expert. */
 static __device__ __forceinline__ float factor_of(const pack_args &p,
                                                   const moq_pack_source &source) {
     return source.factor_at
@@ -181,7 +179,7 @@ static __device__ __forceinline__ float factor_of(const pack_args &p,
                : source.factor;
 }
 
-/* The scales of a row for groups `group` to group + 7: all of them are there, or none. */
+/* Loads the scales of a row for groups `group` to group + 7: either all exist, or none. */
 static __device__ __forceinline__ uint2 load_eight(const pack_args &p, const uint8_t *row,
                                                    uint32_t group) {
     if (group >= groups_of(p.of.columns))
@@ -192,7 +190,7 @@ static __device__ __forceinline__ uint2 load_eight(const pack_args &p, const uin
     return make_uint2(__byte_perm(four, 0, 0x1100), __byte_perm(four, 0, 0x3322));
 }
 
-/* Loads a row's codes one by one: some may be there. */
+/* Loads a row's codes one by one; some may not exist. */
 static __device__ __forceinline__ uint2 load_each(const pack_args &p, const uint8_t *row,
                                                   uint32_t group) {
     uint32_t word[2] = {0, 0};
@@ -205,7 +203,7 @@ static __device__ __forceinline__ uint2 load_each(const pack_args &p, const uint
     return make_uint2(word[0], word[1]);
 }
 
-/* Loads what is of one source: rows `begin` to end - 1 of the slab, of which row 0 would be the
+/* Loads the rows of one source: rows `begin` to end - 1 of the slab, of which row 0 would be the
  * source's row `shift`. */
 template <bool ALIGNED>
 static __device__ __forceinline__ void load_rows(const pack_args &p, const moq_pack_source &source,
@@ -238,7 +236,7 @@ static __device__ __forceinline__ void load_rows(const pack_args &p, const moq_p
     }
 }
 
-/* All of it. */
+/* Loads all codes and scales of a lane. */
 template <bool ALIGNED>
 static __device__ __forceinline__ share load_share(const pack_args &p, place at, const run &here,
                                                    const part &mine) {
@@ -255,7 +253,7 @@ static __device__ __forceinline__ share load_share(const pack_args &p, place at,
     return out;
 }
 
-/* Makes minus zeros zeros, and tells of scales that no intact checkpoint holds. */
+/* Turns minus zeros into zeros, and reports scales that no intact checkpoint holds. */
 static __device__ __forceinline__ void check_scales(const pack_args &p, share &loaded) {
     loaded.scales.x &= ~__vcmpeq4(loaded.scales.x, 0x80808080u);
     loaded.scales.y &= ~__vcmpeq4(loaded.scales.y, 0x80808080u);
@@ -266,7 +264,7 @@ static __device__ __forceinline__ void check_scales(const pack_args &p, share &l
 
 /* ---- exchanges ---- */
 
-/* Bytes 0 to 3 of a, and those of b, go to the four lanes of a unit: lane t gets byte t of each,
+/* Exchanges bytes 0 to 3 of a and of b among the four lanes of a unit: lane t gets byte t of each,
  * that of lane s into byte s. */
 static __device__ __forceinline__ void transpose(uint32_t &a, uint32_t &b, int s) {
     bool odd = s & 1, upper = s & 2;
@@ -280,13 +278,13 @@ static __device__ __forceinline__ void transpose(uint32_t &a, uint32_t &b, int s
     b = __byte_perm(b2, got, upper ? 0x3276 : 0x7610);
 }
 
-/* The scales of rows g and g + 8 for one unit, in the order of the result. */
+/* Orders the scales of rows g and g + 8 for one unit as the packed layout has them. */
 typedef struct {
     int unit, g;
     uint2 scales;
 } scale_pair;
 
-/* Lanes of rows r and r + 8 part with a unit each. */
+/* Exchanges a unit each between lanes of rows r and r + 8. */
 static __device__ __forceinline__ scale_pair exchange_scales(const part &mine, uint2 scales) {
     bool lower = mine.p == 0; /* rows 0 to 7 */
     uint32_t kept = lower ? scales.x : scales.y;
@@ -318,9 +316,9 @@ static __device__ __forceinline__ void store_share(const pack_args &p, const run
 
 /* ---- factors ---- */
 
-/* Whether a warp is to write nothing, since something is wrong that an earlier kernel, or it, has
- * found; bad factors, of all sources, are told where nobody looked before, also to later kernels,
- * and so is a zero that the host does not know of. */
+/* Returns true if a warp must write nothing, since it or an earlier kernel has found bad values.
+ * Bad factors of all sources, and a zero that the host does not know of, are reported if nobody
+ * looked before, also to later kernels. */
 static __device__ __forceinline__ bool is_refused(const pack_args &p) {
     bool bad = false, zero = false;
     if (!p.of.found)
@@ -340,12 +338,11 @@ static __device__ __forceinline__ bool is_refused(const pack_args &p) {
         p.of.found->zero_scale = 1;
     if (zero && p.of.unless)
         p.of.unless->zero_scale = 1;
-    bool met =
-        moq_has_met(p.of.unless, p.of.found); /* in any case: it tells what earlier kernels met */
+    bool met = moq_has_met(p.of.unless, p.of.found); /* called always: it reports */
     return __any_sync(0xffffffffu, bad || zero) || met;
 }
 
-/* output_scale of a row, and fold_scale where there is one, from its largest value. */
+/* Writes output_scale of a row, and fold_scale if there is one, from its largest value. */
 static __device__ __forceinline__ void write_factor(const pack_args &p, int64_t row,
                                                     float largest) {
     if (row >= p.of.rows || !p.of.output_scale)
@@ -355,15 +352,15 @@ static __device__ __forceinline__ void write_factor(const pack_args &p, int64_t 
     if (!p.of.fold_scale)
         return;
     uint32_t bits = __float_as_uint(__fdiv_rn(largest, 448.0f));
-    uint32_t up = bits & 0x7fffffu ? 1 : 0; /* no power of two itself: the next one */
+    uint32_t up = bits & 0x7fffffu ? 1 : 0; /* unless it is a power of two, the next one */
     float r = largest > 0.0f ? __uint_as_float(((bits >> 23) + up) << 23) : 1.0f;
     p.of.fold_scale[at] = 1.0f / r; /* exact: r is from 2^-18 to 8 */
 }
 
 /* ---- the largest values ---- */
 
-/* The largest of 16 magnitudes, in the upper bits of one of two halves: of each 16 bits the highest
- * nibble decides, and every nibble is that once. */
+/* Returns the largest of 16 magnitudes in the upper bits of one of two halves: of each 16 bits the
+ * highest nibble decides, and every nibble is that once. */
 static __device__ __forceinline__ uint32_t largest_codes(uint2 codes) {
     uint32_t x = codes.x & 0x77777777u, y = codes.y & 0x77777777u;
     uint32_t most = __vmaxu2(x, y);
@@ -379,9 +376,9 @@ static __device__ __forceinline__ __half2 halves(uint32_t bits) {
     return value;
 }
 
-/* The largest values of rows g and g + 8, times 2^-7: code * scale has 6 bits and is at least
- * 2^-10, so that nothing is rounded. Both formats are the upper part of a half with another bias.
- */
+/* Returns the largest values of rows g and g + 8, times 2^-7. code * scale has 6 bits and is at
+ * least 2^-10, so nothing is rounded. Both formats are the upper part of a half with another
+ * bias. */
 static __device__ __forceinline__ __half2 largest_values(const groups &in, uint32_t scales) {
     uint32_t low = largest_codes(in.codes[0]), high = largest_codes(in.codes[1]);
     uint32_t codes = __vmaxu2(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
@@ -390,7 +387,7 @@ static __device__ __forceinline__ __half2 largest_values(const groups &in, uint3
     return __hmul2(code, scale);
 }
 
-/* Keeps the largest of each row that the lane has codes of. */
+/* Keeps the largest value of each row of the lane. */
 static __device__ __forceinline__ void keep_largest(const share &in, const part &mine,
                                                     const uint2 (&scales)[RUN][MOQ_PACK_ROWS / 2],
                                                     __half2 (&most)[PAIRS]) {
@@ -401,8 +398,8 @@ static __device__ __forceinline__ void keep_largest(const share &in, const part 
     }
 }
 
-/* Over the 16 lanes of p: lanes part with half of their rows, then with half of the rest, and end
- * with rows g and g + 8 for the g that is returned. */
+/* Reduces over the 16 lanes of p: lanes exchange half of their rows, then half of the rest, and end
+ * with rows g and g + 8 for the returned g. */
 static __device__ __forceinline__ int reduce_largest(__half2 (&most)[PAIRS]) {
     int lane = threadIdx.x % 32, index = 0;
 #pragma unroll
@@ -441,7 +438,7 @@ static __global__ void __launch_bounds__(THREADS, ALIGNED ? BLOCKS_OF_COPY : BLO
         write_factor(p, row + mine.lane, 0.0f);
 }
 
-/* A block has a slab. */
+/* Packs and folds, a slab a block. */
 template <bool ALIGNED>
 static __global__ void __launch_bounds__(32 * SLAB_WARPS, BLOCKS_OF_SM)
     pack_and_fold(const __grid_constant__ pack_args p) {
@@ -534,8 +531,8 @@ static int64_t blocks_for(int64_t rows, int64_t columns) {
     return (runs + WARPS - 1) / WARPS;
 }
 
-/* As many as have equal shares of the runs of a slab, and at most SLAB_WARPS: rows of experts are
- * short. */
+/* Returns the warps of a slab: as many as have equal shares of its runs, at most SLAB_WARPS. Rows
+ * of experts are short. */
 static int slab_warps(int64_t columns) {
     int64_t runs = (moq_pack_blocks(columns) + RUN - 1) / RUN;
     int64_t turns = (runs + SLAB_WARPS - 1) / SLAB_WARPS;

@@ -10,35 +10,35 @@
 extern "C" {
 #endif
 
-/* Rows of a matrix that lie together, and where those of the next expert's matrix are. */
+/* Rows of a matrix that lie together, and the step to the next expert's. */
 typedef struct {
     const uint8_t *codes; /* [rows, columns / 2] */
     int64_t code_stride;  /* bytes from row to row */
-    int64_t code_step;    /* and from expert to expert */
+    int64_t code_step;    /* bytes from expert to expert */
     const uint8_t *scales;
     int64_t scale_stride, scale_step;
     int64_t rows;
-    /* weight_scale_2; where it is 0, all of these rows are zeros, whatever their codes. */
-    const void *factor_at; /* where it is on the device, float32 or 16 bits; NULL: */
+    /* weight_scale_2; 0: all of these rows are zeros, whatever their codes. */
+    const void *factor_at; /* its place on the device, float32 or 16 bits; NULL: */
     moq_dtype factor_dtype;
     float factor;
 } moq_pack_source;
 
 typedef struct {
     int64_t experts;               /* matrices of a stack, or 1 */
-    int64_t rows, columns;         /* of a matrix; columns is a multiple of group */
+    int64_t rows, columns;         /* sizes of a matrix; columns is a multiple of group */
     int32_t group;                 /* 16 or 32 columns have a scale */
     int32_t source_count;          /* at most MOQ_MAX_PARTITIONS */
     const moq_pack_source *source; /* [source_count] on the host: their rows follow each other */
     int32_t factor_step;           /* values of factor_at from expert to expert */
-    bool checked;                  /* the factors have been looked at, and what they are is told */
+    bool checked;                  /* the factors have been checked and reported */
     uint8_t *out;        /* units of all experts, at an address that is a multiple of 16 */
     float *output_scale; /* [experts, rows]: the factor of the row's source; or NULL */
-    float *fold_scale;   /* likewise beside output_scale, as moq_weight_folds has both; or NULL */
-    /* Where bad scales of groups, and bad factors, are told; with one of those nothing is written.
-     * NULL: there are none. */
+    float *fold_scale;   /* [experts, rows], as moq_weight_folds has it; or NULL */
+    /* Findings for bad scales of groups and bad factors; with one of them nothing is written. NULL:
+     * no check. */
     moq_findings *found;
-    moq_findings *unless; /* as in moq_code_copy; bad factors are told there, too */
+    moq_findings *unless; /* as in moq_code_copy; bad factors are reported there, too */
 } moq_nvfp4_pack;
 
 moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *pack, void *stream, moq_err *err);
@@ -46,7 +46,7 @@ moq_status moq_cuda_pack_nvfp4(const moq_nvfp4_pack *pack, void *stream, moq_err
 typedef struct {
     const uint8_t *packed; /* at an address that is a multiple of 16 */
     int64_t experts;       /* matrices of a stack, or 1 */
-    int64_t rows, columns; /* of a matrix */
+    int64_t rows, columns; /* sizes of a matrix */
     int32_t group;
     uint8_t *codes;  /* [experts, rows, columns / 2] */
     uint8_t *scales; /* [experts, rows, columns / group] */

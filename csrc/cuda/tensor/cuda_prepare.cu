@@ -1,11 +1,12 @@
-/* Weight processing on the device: see cuda_prepare.h.
+/* Weight processing on the device (cuda_prepare.h).
  *
- * Codes: out[row, column] = codes[row, column]; told is whether the rule forbids one, or which is
- * the first. The second dimension of a grid goes over the experts of a stack.
- * Bound by memory: a thread moves 16 bytes and looks at
- * them in between, or only looks at four times as many. Rows without gaps are one long row, so that
- * only its end is uneven. What is not aligned to 16 bytes goes byte by byte. A copy of what was
- * just looked at begins at its end, which the cache still has. */
+ * Codes: out[row, column] = codes[row, column]. A kernel reports whether the rule forbids one, or
+ * the first of them. The second dimension of a grid goes over the experts of a stack.
+ *
+ * Bound: memory. A thread moves 16 bytes and checks them in between, or only checks four times as
+ * many. Rows without gaps form one long row, so that only its end is uneven; rows that are not
+ * aligned to 16 bytes go byte by byte. A copy of codes that were just checked begins at their end,
+ * which is still in the cache. */
 #include "cuda/tensor/cuda_prepare.h"
 
 #include "cuda/device/load.h"
@@ -29,7 +30,7 @@ static __device__ __forceinline__ uint32_t bad_bytes(uint32_t codes, moq_code_ru
     return 0;
 }
 
-/* The byte of the first bad code in a piece, or -1. */
+/* Returns the byte of the first bad code in a piece, or -1. */
 static __device__ __forceinline__ int first_bad(uint8_t code, moq_code_rule rule) {
     return bad_bytes(code, rule) & 0xff ? 0 : -1;
 }
@@ -58,7 +59,7 @@ static __device__ __forceinline__ void set_zero(uint4 &piece) {
     piece = make_uint4(0, 0, 0, 0);
 }
 
-/* `chunks` blocks have a row, PIECES a thread, a block's width apart. */
+/* Checks and copies codes: `chunks` blocks have a row, PIECES a thread, a block's width apart. */
 template <typename Piece, int PIECES>
 static __global__ void __launch_bounds__(THREADS) copy_codes(moq_code_copy c, unsigned chunks) {
     unsigned block = c.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
@@ -172,8 +173,8 @@ extern "C" moq_status moq_cuda_copy_scales(const moq_scale_copy *copy, void *str
 #define NOTES      64
 #define NOTE_BYTES 64
 
-/* Memory that all devices reach by the host's addresses, got when the first note is taken and kept:
- * getting it takes longer than what it is used for. */
+/* Memory that all devices reach by the host's addresses. It is allocated with the first note and
+ * kept, as allocating takes longer than its use. */
 static struct notebook {
     pthread_mutex_t lock;
     pthread_cond_t returned;

@@ -1,6 +1,6 @@
-/* FP8 and NVFP4 codes of activations; the formulas are those of cpu/cpu_quantize.h, the layouts
- * those of cuda_quantize.h, the kernels in cuda_quantize_rows.h. What bounds it is memory: 2 bytes
- * read and one written a value. */
+/* FP8 and NVFP4 codes of activations: the choice among the kernels of cuda_quantize_rows.h.
+ * cpu/cpu_quantize.h has the formulas, cuda_quantize.h the layouts. Bound: memory, 2 bytes read and
+ * one written a value. */
 #include "cuda/tensor/cuda_quantize.h"
 
 #include "cuda/runtime/launch.h"
@@ -11,14 +11,14 @@ namespace moq::quantization {
 #define MAX_BLOCKS 0x7fffffff
 /* Partial maxima of a tensor: enough blocks for every multiprocessor, few enough for one warp. */
 #define MAX_PARTS 1024
-/* Eight values each: an H200 has threads for four times as many. */
+/* Values up to which a thread has eight: an H200 has threads for four times as many. */
 #define FEW_CHUNKS (1 << 16)
-/* Rows of so many values are spread over clusters of up to 8 blocks, if there are few rows: of all
- * of them as many blocks as leave half of an H200's multiprocessors to the next kernel. */
+/* Values from which few rows are spread over clusters of up to 8 blocks: as many blocks in all as
+ * leave half of an H200's multiprocessors to the next kernel. */
 #define SPREAD_COLUMNS 4096
 #define SPREAD_BLOCKS  66
 
-/* x as it is in memory. */
+/* Source of values: x as it is in memory. */
 typedef struct {
     template <int DT, int N> using raw = chunk<DT, N>;
     template <int DT, int N, bool WHOLE>
@@ -40,7 +40,7 @@ static __device__ __forceinline__ float value_at(const quantize_args *a, int64_t
     return moq_load_one(a->x.data, offset + column * a->x.inner, (moq_dtype)DT);
 }
 
-/* A warp a group, a value a lane. */
+/* Quantizes groups: a warp a group, a value a lane. */
 template <int DT, int WAY>
 static __global__ void __launch_bounds__(256)
     quantize_any_groups(const __grid_constant__ quantize_args a, int group) {
@@ -79,7 +79,7 @@ static int64_t row_count(const moq_tensor *x) {
     return rows;
 }
 
-/* The rows of x: one stride for all of them where its leading axes allow it. */
+/* Returns the rows of x: one stride for all of them if its leading axes allow it. */
 static quantize_input input_of(const moq_tensor *x) {
     int64_t size = (int64_t)moq_dtype_size(x->dtype), rows = 1;
     quantize_input in = {.data = x->data, .inner = 1, .outer = x->ndim - 1};
@@ -101,8 +101,8 @@ static quantize_input input_of(const moq_tensor *x) {
     return in;
 }
 
-/* Threads of a row or span that keep all its chunks, at most `most`; with few, up to eight rows
- * share a block of at most `limit` threads. */
+/* Returns the threads of a row or span that keep all its chunks, at most `most`; with few, up to
+ * eight rows share a block of at most `limit` threads. */
 static dim3 block_for(int64_t chunks, int kept, int most, int limit) {
     int64_t spans = chunks ? (chunks + kept * most - 1) / (kept * most) : 1;
     int64_t threads = (chunks + kept * spans - 1) / (kept * spans);
@@ -116,17 +116,19 @@ typedef struct {
     unsigned cluster;
 } shape;
 
-/* Blocks for a count, which may be 0: there is always one, which writes a scale of the tensor. */
+/* Returns the blocks for a count, which may be 0: at least one, which writes a scale of the
+ * tensor. */
 static unsigned at_most(int64_t count, int64_t limit) {
     return (unsigned)(count < 1 ? 1 : count < limit ? count : limit);
 }
 
-/* A block has whole rows: something is found over them before the first code. */
+/* Lays out a call with whole rows a block: a scale is found over them before the first code. */
 static bool by_rows(const moq_cuda_quantize *q, moq_input_mode mode) {
     return mode == MOQ_INPUT_E4M3_TOKEN || (q->activation && q->activation->kind == MOQ_RMS_NORM);
 }
 
-/* Blocks of a row's cluster: as many as leave each 2048 values, if there is room for them. */
+/* Returns the blocks of a row's cluster: as many as leave each 2048 values, if the chip has
+ * enough. */
 static int ranks_for(const quantize_args *a) {
     int ranks = a->k > 8192 ? 8 : 4;
     while (ranks > 2 && a->m * ranks > SPREAD_BLOCKS)
@@ -171,7 +173,7 @@ extern "C" int64_t moq_cuda_quantize_workspace(const moq_cuda_quantize *q) {
     return is_dynamic(q) ? MAX_PARTS * (int64_t)sizeof(uint32_t) : 0;
 }
 
-/* What a kernel reads its values from. */
+/* Source of a kernel's values. */
 typedef union {
     memory_source memory;
     silu_source silu;
@@ -201,7 +203,7 @@ static norm_source norm_source_of(const moq_activation *n, int64_t k) {
     return s;
 }
 
-/* Whether every chunk is whole and at a multiple of 16 bytes. */
+/* Returns true if every chunk is whole and at a multiple of 16 bytes. */
 static bool is_whole(const quantize_args *a, moq_activation_kind kind, const any_source *source) {
     bool rest = true;
     if (kind == MOQ_SILU_AND_MUL)
@@ -214,8 +216,8 @@ static bool is_whole(const quantize_args *a, moq_activation_kind kind, const any
            a->aligned_codes && a->code_columns == a->k;
 }
 
-/* Whether rows are faster on several blocks each than on one: always where there is room for these,
- * else where a block would have much to do. */
+/* Returns true if rows are faster on several blocks each: always if the chip has room for these,
+ * else if a block would have much to do. */
 static bool is_worth_spreading(const moq_cuda_quantize *q, const quantize_args *a,
                                const any_source *source) {
     if (!q->activation || a->k < SPREAD_COLUMNS)
@@ -224,8 +226,8 @@ static bool is_worth_spreading(const moq_cuda_quantize *q, const quantize_args *
     return a->m * ranks_for(a) <= SPREAD_BLOCKS || (heavy && a->k > SPREAD_COLUMNS);
 }
 
-/* The way of whole rows, fastest on an H200 at 1 to 64 and at 8192 rows of 4096 and 8192; rows that
- * threads have to keep can be too long for all of them. */
+/* Returns the plan for whole rows, fastest on an H200 at 1 to 64 and at 8192 rows of 4096 and 8192.
+ * Rows that threads have to keep can be too long for all of them. */
 static moq_row_plan plan_for(const moq_cuda_quantize *q, const quantize_args *a,
                              const any_source *source, moq_input_mode mode) {
     moq_activation_kind kind = q->activation ? q->activation->kind : MOQ_ACTIVATION_NONE;
@@ -289,8 +291,8 @@ static moq_status launch_any_groups(const moq_cuda_quantize *q, const quantize_a
     return moq_cuda_launch(&launch, parameters, err);
 }
 
-/* The first of two kernels: maxima for the second, which reads them; and z, if there is a residual,
- * from where the second takes it. */
+/* Launches the first of two kernels: maxima for the second, which reads them; and z, if there is a
+ * residual, for the second. */
 static moq_status find_amax(const moq_cuda_quantize *q, quantize_args *a, any_source *source,
                             moq_err *err) {
     shape s = shape_for(q, a, MOQ_FIND_AMAX, plan_for(q, a, source, MOQ_FIND_AMAX));

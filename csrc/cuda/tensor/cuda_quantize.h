@@ -1,8 +1,8 @@
-/* Quantization of activations on the device, with the formulas of cpu/cpu_quantize.h and the same
- * bits; and what a layer does to them before, with or without it.
+/* Quantization of activations on the device, with the formulas and bits of cpu/cpu_quantize.h, and
+ * activations of a layer before it or alone.
  *
- * Nothing is read back: a scale given on the device is used unseen, whatever it is. Results are
- * the same in every run, and calls can be captured into graphs. */
+ * Nothing is read back: a scale given on the device is used unseen. Results are the same in every
+ * run, and calls can be captured into graphs. */
 #ifndef MOQ_CUDA_TENSOR_CUDA_QUANTIZE_H
 #define MOQ_CUDA_TENSOR_CUDA_QUANTIZE_H
 
@@ -13,46 +13,44 @@
 extern "C" {
 #endif
 
-/* x [..., K] of 16 or 32-bit floats with any strides, [..., 2K] for silu_and_mul; fastest where its
- * rows are a constant stride apart, the values of a row next to each other, and every row begins at
- * a multiple of 16 bytes. M is the number of rows. */
+/* A call: x [..., K] of 16 or 32-bit floats with any strides, [..., 2K] for silu_and_mul. Fastest
+ * if rows are a constant stride apart, contiguous, and begin at multiples of 16 bytes. M is the
+ * number of rows. */
 typedef struct {
     const moq_tensor *x;
-    /* What is done to x before, with x, weight and residual of it; NULL: nothing. */
+    /* Activation before quantization, with its x, weight and residual; NULL: none. */
     const moq_activation *activation;
-    /* AS_IS: of an activation, whose values are written to `codes`, [M, K] of the dtype of x
-     * without gaps; code_stride and code_columns are K and its bytes, and the scales are nothing.
-     */
+    /* AS_IS: the activation's values are written to `codes`, [M, K] of the dtype of x without gaps;
+     * code_stride and code_columns are K and its bytes, and scales are unused. */
     moq_input_mode mode;
-    /* E4M3_TENSOR and NVFP4: the scale on the device, or, where `given` is NULL and `scale` not 0,
-     * as a number, or else the one that the amax of x asks for. */
+    /* E4M3_TENSOR and NVFP4: the scale on the device. If `given` is NULL it is `scale`, or, if that
+     * is 0, found from the amax of x. */
     const float *given;
     float scale;
     int group; /* E4M3_GROUP: values to a scale; 128 for the fast kernel and after an activation */
     /* [M, K] e4m3, or for NVFP4 [M, K / 2]. Rows are code_stride bytes apart, a multiple of 16 for
-     * speed; the bytes of a row from its codes up to code_columns, where that is more, become 0. */
+     * speed; bytes between codes and code_columns become 0. */
     uint8_t *codes;
     int64_t code_stride;
     int64_t code_columns;
-    /* E4M3_TOKEN: [M]; E4M3_GROUP: that of row m and group g at m * scale_row + g * scale_group, so
-     * that either may be the dense axis; NVFP4 the same with e4m3. E4M3_TENSOR, dynamic: one. */
+    /* Scales. E4M3_TOKEN: [M]; E4M3_GROUP: row m and group g at m * scale_row + g * scale_group, so
+     * that either axis may be dense; NVFP4: as E4M3_GROUP, in e4m3; dynamic E4M3_TENSOR: one. */
     void *scales;
     int64_t scale_row;
     int64_t scale_group;
-    /* NVFP4: where not 0, block scales are in swizzled order instead, with so many tiles in a row
-     * of them; what is beyond the ends of x stays as it is. */
+    /* NVFP4: if not 0, block scales are in swizzled order, with so many tiles in a row of tiles;
+     * tiles beyond the ends of x stay unwritten. */
     int64_t scale_tiles;
     float *scale_2;  /* NVFP4, dynamic: the second-level scale */
-    void *workspace; /* of moq_cuda_quantize_workspace bytes, or NULL where that is 0 */
+    void *workspace; /* moq_cuda_quantize_workspace bytes, or NULL if that is 0 */
     void *stream;    /* cudaStream_t */
-    /* The next kernel has work that does not depend on this one, and may start at once. */
+    /* True if the next kernel has work that does not depend on this one, and may start at once. */
     bool next_is_busy;
-    /* The kernels before and after are launched without programmatic dependence, and so is this
-     * one. */
+    /* True if the kernels before and after are launched without PDL, and so is this one. */
     bool in_turn;
-    /* E4M3_TOKEN, 16-bit x of contiguous rows at multiples of 16 bytes, K a multiple of 16 up to
-     * MOQ_CUDA_PAIRED_COLUMNS: of each 16 codes those of columns 2t, 2t + 1, 2t + 8 and 2t + 9 are
-     * next to each other, t = 0 to 3, as products with packed NVFP4 weights have them. */
+    /* True for E4M3_TOKEN codes in the order of operands of packed NVFP4 weights: of each 16 codes,
+     * columns 2t, 2t + 1, 2t + 8 and 2t + 9 are neighbours, t = 0 to 3. x has 16 bits, contiguous
+     * rows at multiples of 16 bytes, and K a multiple of 16 up to MOQ_CUDA_PAIRED_COLUMNS. */
     bool paired;
 } moq_cuda_quantize;
 
@@ -61,10 +59,10 @@ typedef struct {
 
 #define MOQ_CUDA_PAIRED_COLUMNS (1 << 16)
 
-/* Bytes that a call needs beside its results: for one scale of a whole tensor, found from it. */
+/* Returns the workspace bytes of a call: for one scale of a whole tensor, found from it. */
 int64_t moq_cuda_quantize_workspace(const moq_cuda_quantize *q);
-/* Launches on the current device, that of x, one kernel, two for a scale of the whole tensor. They
- * may overlap with their predecessor and successor in the stream (programmatic launch). */
+/* Launches on the current device, that of x: one kernel, two for a scale of the whole tensor. They
+ * may overlap with their neighbours in the stream (PDL). */
 moq_status moq_cuda_quantize_rows(const moq_cuda_quantize *q, moq_err *err);
 
 #ifdef __cplusplus

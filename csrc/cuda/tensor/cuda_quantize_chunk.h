@@ -1,9 +1,9 @@
-/* Some neighbours of a row in registers: loaded, rounded, added and multiplied; their largest
- * magnitude, their quotients and codes. For the kernels of cuda_quantize_rows.h.
+/* Chunks of neighbouring values of a row in registers, for the kernels of cuda_quantize_rows.h:
+ * load, round, add, multiply, largest magnitude, quotients and codes.
  *
- * 16-bit values are kept as they are in memory, two a register. Maxima, sums and products of pairs
- * are those that float32 would give: a product of two such values is exact in float32, and a sum
- * rounded to 24 bits first rounds to the same 11 bits. */
+ * 16-bit values stay two a register, as in memory. Maxima, sums and products of pairs equal those
+ * of float32: a product of two such values is exact in float32, and a sum rounded to 24 bits first
+ * rounds to the same 11 bits. */
 #ifndef MOQ_CUDA_TENSOR_CUDA_QUANTIZE_CHUNK_H
 #define MOQ_CUDA_TENSOR_CUDA_QUANTIZE_CHUNK_H
 
@@ -15,9 +15,9 @@ namespace moq::quantization {
 /* Rows of a tensor as kernels read them. */
 typedef struct {
     const void *data;
-    int64_t stride; /* of the rows, where they have one */
-    int64_t inner;  /* from value to value */
-    int outer;      /* axes before the last, where the rows have no one stride; else 0 */
+    int64_t stride; /* stride of the rows, if they have one */
+    int64_t inner;  /* step from value to value */
+    int outer;      /* axes before the last if the rows have no single stride; else 0 */
     bool aligned;   /* inner is 1 and every row begins at a multiple of 16 bytes */
     int64_t shape[MOQ_MAX_NDIM];
     int64_t step[MOQ_MAX_NDIM];
@@ -63,7 +63,7 @@ static __device__ __forceinline__ int64_t row_offset(const quantize_input *x, in
     return offset;
 }
 
-/* Value by value: the end of a row, or rows of other strides. What is beyond the row is 0. */
+/* Loads value by value: the end of a row, or rows of other strides. Values beyond the row are 0. */
 template <int DT, int N>
 static __device__ __noinline__ chunk<DT, N> gather_chunk(const quantize_input *x, int64_t row,
                                                          int64_t column, int64_t k) {
@@ -82,8 +82,8 @@ static __device__ __noinline__ chunk<DT, N> gather_chunk(const quantize_input *x
     return c;
 }
 
-/* Values column to column + N - 1 of a row; WHOLE: all of them are there, at a multiple of 16 bytes
- * of a tensor with one stride. */
+/* Loads values column to column + N - 1 of a row. WHOLE: all exist, at a multiple of 16 bytes of a
+ * tensor with one stride. */
 template <int DT, int N, bool WHOLE>
 static __device__ __forceinline__ chunk<DT, N> load_chunk(const quantize_input *x, int64_t row,
                                                           int64_t column, int64_t k) {
@@ -128,7 +128,7 @@ static __device__ __forceinline__ __half2 narrow_pair(float low, float high, __h
     return __floats2half2_rn(low, high);
 }
 
-/* Values rounded to a dtype. */
+/* Rounds values to a dtype. */
 template <int DT, int N>
 static __device__ __forceinline__ chunk<DT, N> narrow(const float (&value)[N]) {
     chunk<DT, N> c;
@@ -166,7 +166,7 @@ static __device__ __forceinline__ chunk<DT, N> add(const chunk<DT, N> &a, const 
     return c;
 }
 
-/* Values, and `least` where they are smaller; NaN stays. `least` is a value of the dtype. */
+/* Replaces values below `least`, a value of the dtype, by it; NaN stays. */
 template <int DT, int N>
 static __device__ __forceinline__ chunk<DT, N> at_least(const chunk<DT, N> &a, float least) {
     const pair<DT> two = narrow_pair(least, least, pair<DT>());
@@ -179,7 +179,7 @@ static __device__ __forceinline__ chunk<DT, N> at_least(const chunk<DT, N> &a, f
     return c;
 }
 
-/* The largest magnitude as the bits of a float; NaN is above all others. */
+/* Returns the largest magnitude as the bits of a float; NaN is above all others. */
 template <int DT, int N>
 static __device__ __forceinline__ uint32_t chunk_amax(const chunk<DT, N> &c) {
     if (DT == MOQ_DT_F32) {
@@ -197,13 +197,13 @@ static __device__ __forceinline__ uint32_t chunk_amax(const chunk<DT, N> &c) {
 
 /* ---- scales and quotients ---- */
 
-/* What values are divided or multiplied by. */
+/* A divisor or factor of values. */
 typedef struct {
     float scale;
     float high, low; /* for 16-bit values: their sum is the reciprocal, low is not negative */
 } divisor;
 
-/* amax / 448; of 16-bit values in two operations, and as exact but where it is subnormal. */
+/* Returns amax / 448, for 16-bit values in two operations, exact unless it is subnormal. */
 template <int DT> static __device__ __forceinline__ float part_of_amax(float amax) {
     if (DT == MOQ_DT_F32)
         return __fdiv_rn(amax, 448.0f);
@@ -219,7 +219,7 @@ template <int DT> static __device__ __forceinline__ float group_scale(float amax
     return part_of_amax<DT>(moq_at_least(amax, 1e-10f));
 }
 
-/* How to divide by a scale of token_scale or group_scale. */
+/* Returns the divisor for a scale of token_scale or group_scale. */
 template <int DT> static __device__ __forceinline__ divisor divide_by(float scale) {
     divisor d = {scale, 0.0f, 0.0f};
     if (DT == MOQ_DT_F32)
@@ -230,15 +230,15 @@ template <int DT> static __device__ __forceinline__ divisor divide_by(float scal
     return d;
 }
 
-/* value / scale, or quotients with the same codes: for 16-bit values that the scale was found from,
- * all of which tests/cuda/test_quantize.py goes through. */
+/* Divides values by a scale, or makes quotients with the same codes: for 16-bit values from which
+ * the scale was found. tests/cuda/test_quantize.py goes through all of them. */
 template <int DT, int N>
 static __device__ __forceinline__ void divide(float (&value)[N], const divisor &d) {
     if (DT == MOQ_DT_F32) {
         moq_divide(value, d.scale, d.scale > 1e-12f && d.scale < 1e30f);
         return;
     }
-    if (DT == MOQ_DT_BF16 && d.scale > 1e30f) { /* where `low` would be subnormal */
+    if (DT == MOQ_DT_BF16 && d.scale > 1e30f) { /* `low` would be subnormal */
 #pragma unroll
         for (int i = 0; i < N; i++)
             value[i] = __fmul_rn(value[i], 0x1p-64f);

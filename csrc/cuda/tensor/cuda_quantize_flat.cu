@@ -1,16 +1,16 @@
-/* Quantization of contiguous tensors: see cuda_quantize_flat.h.
+/* Quantization of contiguous tensors (cuda_quantize_flat.h):
  *
- *     codes = e4m3(x * (1 / scale))                                       the scale given
- *     codes = e4m3(x / scale), scale = max(amax / 448, 1 / (448 * 512))   one for a row
- *     codes = e4m3(x / scale), scale = max(amax, 1e-10) / 448             one for 128 columns
+ *     codes = e4m3(x * (1 / scale))                                       the scale given;
+ *     codes = e4m3(x / scale), scale = max(amax / 448, 1 / (448 * 512))   one for a row;
+ *     codes = e4m3(x / scale), scale = max(amax, 1e-10) / 448             one for 128 columns.
  *
- * With few tokens it is the way to the first load that counts, and a kernel that runs once between
- * two others finds neither its code nor its parameters in a cache: the kernels of
- * cuda_quantize_rows.h, which know rows of every kind, take 0.3 to 0.5 us more
- * (docs/lab/cublaslt.md). With many, memory bounds it.
+ * 8 threads have a group. The 16 groups of a block are those of a row, or of 4 rows if the scales
+ * of a group's rows are neighbours, so that a block writes neighbours.
  *
- * 8 threads have a group. The 16 groups of a block are those of a row, or of 4 rows where the
- * scales of a group's rows are neighbours, so that a block writes neighbours. */
+ * Bound: with few tokens the latency up to the first load. A kernel that runs once between two
+ * others finds neither its code nor its parameters in a cache. The kernels of cuda_quantize_rows.h,
+ * for rows of every kind, take 0.3 to 0.5 us more (docs/lab/cublaslt.md). With many tokens memory
+ * bounds it. */
 #include "cuda/tensor/cuda_quantize_flat.h"
 
 #include "cuda/runtime/launch.h"
@@ -22,18 +22,18 @@ namespace moq::quantization {
 /* Values up to which a thread has half as many: an H200 has threads for four times as many. */
 #define FEW (1 << 20)
 
-#define TOKEN_CHUNKS 2 /* of a thread that has a part of a row */
+#define TOKEN_CHUNKS 2 /* chunks of a thread that has a part of a row */
 #define MOST_THREADS 1024
-/* Rows of more values than these have blocks so large that those of a GEMM, which begin ahead of
- * their turn, keep them out: the ones here, of 32 registers a thread for 48, take their place. */
+/* Values from which rows have large blocks, of 32 registers a thread instead of 48. They keep out
+ * blocks of a GEMM, which start early. */
 #define BUSY_COLUMNS 8192
 
 #define GROUP_THREADS 128
-#define LANES         (128 / N) /* of a group */
+#define LANES         (128 / N) /* threads of a group */
 #define GROUPS        (GROUP_THREADS / LANES)
-#define ROW_BITS      2 /* of a block whose scales lie row by row: 4 rows */
+#define ROW_BITS      2 /* log2 of a block's rows if scales lie row by row */
 
-/* Values `at` * COUNT and on. */
+/* Loads values from `at` * COUNT on. */
 template <int DT, int COUNT>
 static __device__ __forceinline__ chunk<DT, COUNT> load_flat(const uint4 *x, int64_t at) {
     chunk<DT, COUNT> c;
@@ -58,7 +58,7 @@ static __device__ __forceinline__ void store_flat(uint8_t *codes, int64_t at,
     ((uint4 *)codes)[at] = moq_e4m3_codes(value);
 }
 
-/* 16 codes in the order of moq_cuda_quantize.paired. */
+/* Reorders 16 codes as moq_cuda_quantize.paired has them. */
 static __device__ __forceinline__ void store_paired(uint8_t *codes, int64_t at,
                                                     const float (&value)[16]) {
     uint4 c = moq_e4m3_codes(value);
@@ -93,8 +93,8 @@ typedef struct {
     uint8_t *codes;
     float *scales;
     int64_t scale_row, scale_group;
-    int m, groups; /* of a row */
-    int row_bits;  /* of a block, 1 << row_bits rows */
+    int m, groups; /* groups of a row */
+    int row_bits;  /* a block has 1 << row_bits rows */
     bool next_is_busy;
 } group_args;
 
@@ -126,7 +126,7 @@ static __global__ void __launch_bounds__(GROUP_THREADS)
         a.scales[row * a.scale_row + group * a.scale_group] = scale;
 }
 
-/* The largest of a block. */
+/* Returns the maximum over a block. */
 static __device__ __forceinline__ uint32_t max_of_block(uint32_t bits) {
     __shared__ uint32_t room[32];
     bits = __reduce_max_sync(0xffffffffu, bits);
@@ -137,7 +137,8 @@ static __device__ __forceinline__ uint32_t max_of_block(uint32_t bits) {
     return __reduce_max_sync(0xffffffffu, bits);
 }
 
-/* A block a row, of `chunks` that its threads keep. PAIRED: rows of x are `stride` chunks apart. */
+/* Quantizes by token, a block a row of `chunks` that its threads keep. PAIRED: rows of x are
+ * `stride` chunks apart. */
 template <int DT, bool PAIRED, int KEPT>
 static __global__ void __launch_bounds__(MOST_THREADS)
     quantize_flat_tokens(const uint4 *x, float *scales, uint8_t *codes, int chunks,
@@ -149,7 +150,7 @@ static __global__ void __launch_bounds__(MOST_THREADS)
         launch_dependents();
     wait_for_predecessor();
 #pragma unroll
-    for (int j = 0; j < KEPT; j++) /* the last one more than once */
+    for (int j = 0; j < KEPT; j++) /* the last chunk more than once */
         c[j] = load_flat<DT, N>(x, from + min((int)(threadIdx.x + j * blockDim.x), chunks - 1));
     launch_dependents();
 #pragma unroll
@@ -182,7 +183,7 @@ bool moq_quantize_suits_flat(const moq_cuda_quantize *q, const quantize_args *a)
         return false;
     if (q->mode == MOQ_INPUT_E4M3_TENSOR)
         return q->given && a->m < INT32_MAX && a->k < INT32_MAX;
-    if (q->mode == MOQ_INPUT_E4M3_TOKEN) /* in a chain of quantizations the others are as fast */
+    if (q->mode == MOQ_INPUT_E4M3_TOKEN) /* in a chain the other kernels are as fast */
         return (q->in_turn || (q->next_is_busy && a->k > BUSY_COLUMNS)) &&
                a->k <= MOST_THREADS * TOKEN_CHUNKS * N && a->m <= INT32_MAX;
     return q->mode == MOQ_INPUT_E4M3_GROUP && a->k % 128 == 0 && a->m <= 65535;

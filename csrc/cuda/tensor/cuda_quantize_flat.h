@@ -1,5 +1,5 @@
-/* Quantization of contiguous 16-bit tensors by one scale that is given, by row, or in groups of
- * 128: what stands before most products, in kernels as short as can be. */
+/* Quantization of contiguous 16-bit tensors by one given scale, by row, or in groups of 128, by
+ * short kernels: the step before most products. */
 #ifndef MOQ_CUDA_TENSOR_CUDA_QUANTIZE_FLAT_H
 #define MOQ_CUDA_TENSOR_CUDA_QUANTIZE_FLAT_H
 

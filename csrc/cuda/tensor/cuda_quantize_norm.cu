@@ -1,5 +1,5 @@
-/* Kernels of RMSNorm, quantized with one scale of all of x or as NVFP4, and the choice among all:
- * see cuda_quantize_norm.h. */
+/* Kernels of RMSNorm, quantized with one scale of all of x or as NVFP4, and the choice among all of
+ * cuda_quantize_norm.h. */
 #include "cuda/tensor/cuda_quantize_norm.h"
 
 namespace moq::quantization {

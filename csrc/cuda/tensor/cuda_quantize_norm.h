@@ -1,16 +1,17 @@
-/* v = rounded(rounded(z * r) * weight) with z = x, or rounded(x + residual), quantized:
- * core/activation.h has the formula operation by operation. Memory bounds it: 3 bytes a value, 7
- * with a residual.
+/* RMSNorm, quantized: v = rounded(rounded(z * r) * weight) with z = x, or rounded(x + residual).
+ * core/activation.h has the formula operation by operation.
  *
  * T threads have a row, whose chunks they keep. The sum of squares is a binary tree over
  * neighbours, so its bits do not depend on T: a warp's chunks follow each other, and every warp
- * adds up what the warps of the row have left. What a row costs beside its values (sums over lanes
- * and warps, two divisions, a root, addresses) is some 200 instructions a thread: with many long
- * rows a thread has 64 values, and 16 where there is a residual, so that memory has more to do, or
- * where there are few rows and it takes long what one thread does.
+ * adds the partial sums of all warps of the row.
  *
- * These are the kernels, of which there are some hundred; cuda_quantize_norm.cu,
- * cuda_quantize_norm_token.cu and cuda_norm.cu compile those of some modes each. */
+ * Bound: memory, 3 bytes a value, 7 with a residual. The cost of a row beside its values (sums over
+ * lanes and warps, two divisions, a root, addresses) is some 200 instructions a thread. So with
+ * many long rows a thread has 64 values. With a residual it has 16, so that memory has more to do,
+ * and also with few rows, where one thread's latency counts.
+ *
+ * Some hundred kernels are instances of these; cuda_quantize_norm.cu, cuda_quantize_norm_token.cu
+ * and cuda_norm.cu compile some modes each. */
 #ifndef MOQ_CUDA_TENSOR_CUDA_QUANTIZE_NORM_H
 #define MOQ_CUDA_TENSOR_CUDA_QUANTIZE_NORM_H
 
@@ -18,10 +19,11 @@
 
 namespace moq::quantization {
 
-/* The kernels of MOQ_INPUT_E4M3_TOKEN and MOQ_INPUT_E4M3_GROUP (cuda_quantize_norm_token.cu). */
+/* Launches the kernels of MOQ_INPUT_E4M3_TOKEN and MOQ_INPUT_E4M3_GROUP
+ * (cuda_quantize_norm_token.cu). */
 const void *moq_norm_token_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_plan plan,
                                   bool wide_weight);
-/* Those of MOQ_WRITE_VALUES (cuda_norm.cu). */
+/* Launches the kernels of MOQ_WRITE_VALUES (cuda_norm.cu). */
 const void *moq_norm_values_kernel(moq_dtype dtype, moq_row_plan plan, bool wide_weight);
 
 template <int DT, int WAY, int N>
@@ -30,7 +32,7 @@ static __device__ __forceinline__ void store_z(const quantize_args *a, const nor
     store_values<DT, WAY>(s->residual_out, s->aligned_out, a->k, z, row, column);
 }
 
-/* v, where it is asked for beside its codes. */
+/* Stores v, if it is wanted beside its codes. */
 template <int DT, int WAY, int MODE, int N>
 static __device__ __forceinline__ void store_v(const quantize_args *a, const norm_source *s,
                                                const chunk<DT, N> &v, int64_t row, int64_t column) {
@@ -52,10 +54,10 @@ static __device__ __forceinline__ float sum_of_squares(const chunk<DT, N> &c) {
     return N == MOQ_NORM_RUN ? sum[0] : __fadd_rn(sum[0], sum[1]);
 }
 
-/* What the warps of a row have left, each of VALUES values, added up by each of them. */
+/* Adds the warps' partial sums of a row, each of VALUES values, by every warp. */
 template <int VALUES>
 static __device__ __forceinline__ float total_of(const float *sum, int parts) {
-    constexpr int EACH = MOQ_NORM_TREE / VALUES / 32; /* parts of a lane: 1 or 2 */
+    constexpr int EACH = MOQ_NORM_TREE / VALUES / 32; /* partial sums of a lane: 1 or 2 */
     float total = 0.0f;
 #pragma unroll 1
     for (int first = 0; first < parts; first += 32 * EACH) {
@@ -69,7 +71,7 @@ static __device__ __forceinline__ float total_of(const float *sum, int parts) {
     return total;
 }
 
-/* v of a chunk, `gain` the weights of its columns: of its dtype or float32. */
+/* Makes v of a chunk; `gain` has the weights of its columns, of its dtype or float32. */
 template <int DT, int WEIGHT, int N>
 static __device__ __forceinline__ chunk<DT, N> normalised(const chunk<DT, N> &z, float r,
                                                           const chunk<WEIGHT, N> &gain) {
@@ -89,13 +91,13 @@ static __device__ __forceinline__ chunk<DT, N> normalised(const chunk<DT, N> &z,
     }
 }
 
-/* The reciprocal of the root mean square of a row, of its sum of squares. */
+/* Returns the reciprocal of the root mean square of a row from its sum of squares. */
 static __device__ __forceinline__ float reciprocal_rms(float sum, float columns, float eps) {
     float mean = __fdiv_rn(sum, columns);
     return __frcp_rn(__fsqrt_rn(__fadd_rn(mean, eps)));
 }
 
-/* All threads of a row have reached this. */
+/* Synchronizes all threads of a row. */
 static __device__ __forceinline__ void sync_row(void) {
     if (blockDim.x == 32)
         __syncwarp();
@@ -105,12 +107,13 @@ static __device__ __forceinline__ void sync_row(void) {
 
 /* ---- rows of whole chunks ---- */
 
-/* Blocks of a multiprocessor: what leaves each thread the registers with which it was fastest. */
+/* Returns the blocks of a multiprocessor that leave each thread the registers with which it was
+ * fastest. */
 static constexpr int least_blocks(int plan) {
     return plan == MOQ_16X2 ? 10 : plan == MOQ_16X4 ? 2 : 1;
 }
 
-/* Only threads with one chunk have room for that of a residual. */
+/* Registers for a residual: only threads with one chunk have them. */
 template <int DT, int WAY, int MODE, int WEIGHT>
 static __global__ void __launch_bounds__(norm_threads(WAY), least_blocks(WAY))
     norm_whole_rows(const __grid_constant__ quantize_args a,
@@ -118,7 +121,7 @@ static __global__ void __launch_bounds__(norm_threads(WAY), least_blocks(WAY))
     constexpr int N = chunk_values(WAY), KEPT = kept_chunks(DT, WAY);
     constexpr bool FIND = MODE == MOQ_INPUT_E4M3_TOKEN || MODE == MOQ_FIND_AMAX;
     constexpr bool SPREAD = is_spread(WAY), ADD = KEPT == 1;
-    constexpr bool EARLY = KEPT <= (WEIGHT == DT ? 2 : 1); /* room for the weights of all chunks */
+    constexpr bool EARLY = KEPT <= (WEIGHT == DT ? 2 : 1); /* weights of all chunks fit registers */
     extern __shared__ float sums[];                        /* [2][rows of the block][parts] */
     __shared__ uint32_t room[2][32];
     __shared__ exchange told[2]; /* sums of squares, maxima */
@@ -214,7 +217,7 @@ static __global__ void __launch_bounds__(norm_threads(WAY), least_blocks(WAY))
 
 /* ---- rows of any kind ---- */
 
-/* z once more, for a thread that did not keep it. */
+/* Loads z once more, for a thread that did not keep it. */
 template <int DT, int N>
 static __device__ __forceinline__ chunk<DT, N> load_z(const quantize_args *a, const norm_source *s,
                                                       int64_t row, int64_t column) {
@@ -224,7 +227,7 @@ static __device__ __forceinline__ chunk<DT, N> load_z(const quantize_args *a, co
     return load_chunk<DT, N, false>(&z, row, column, a->k);
 }
 
-/* v of a chunk; the weight has the dtype of x or is float32. */
+/* Loads v of a chunk; the weight has the dtype of x or is float32. */
 template <int DT, int N>
 static __device__ __forceinline__ chunk<DT, N>
 normalised_any(const quantize_args *a, const norm_source *s, const chunk<DT, N> &z, int64_t column,
@@ -234,7 +237,7 @@ normalised_any(const quantize_args *a, const norm_source *s, const chunk<DT, N> 
     return normalised(z, r, load_chunk<MOQ_DT_F32, N, false>(&s->weight, 0, column, a->k));
 }
 
-/* Chunks are read as often as they are needed, twice or three times. */
+/* Quantizes rows whose chunks are read as often as needed, two or three times. */
 template <int DT, int WAY, int MODE>
 static __global__ void __launch_bounds__(1024)
     norm_any_rows(const __grid_constant__ quantize_args a, const __grid_constant__ norm_source s) {

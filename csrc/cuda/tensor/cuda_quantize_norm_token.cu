@@ -1,5 +1,5 @@
-/* Kernels of RMSNorm, quantized with a scale for each token or for 128 columns: see
- * cuda_quantize_norm.h. */
+/* Kernels of RMSNorm, quantized with a scale for each token or for 128 columns
+ * (cuda_quantize_norm.h). */
 #include "cuda/tensor/cuda_quantize_norm.h"
 
 namespace moq::quantization {

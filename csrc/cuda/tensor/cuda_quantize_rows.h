@@ -1,18 +1,18 @@
-/* The kernels that quantize: values from a source, some at a time, to codes and scales. For the
- * files that instantiate them, one for each source.
+/* Kernels that quantize values from a source to codes and scales; a file instantiates them for one
+ * source.
  *
  * A thread has chunks of values, T threads (a multiple of 32) a row or a span of it; with rows of
- * up to 32 chunks a block has eight rows, one a warp. Where a scale depends on no more than 128
- * neighbours, rows are cut into spans, and nothing is waited for but memory. Where it depends on a
- * whole row, the row's chunks stay in registers between the passes over it, as long as as many as
- * a thread keeps are enough; the others are read again.
+ * up to 32 chunks a block has eight rows, one a warp. If a scale depends on no more than 128
+ * neighbours, rows are cut into spans, and nothing but memory is waited for. If it depends on a
+ * whole row, the row's chunks stay in registers between the passes over it, as far as they fit; the
+ * others are read again.
  *
- * Where rows are whole aligned chunks of 16-bit values, instructions are what is left to save: some
- * 20 of them fit into the time in which memory moves the 3 bytes of a value. Maxima, sums and
- * products of pairs are therefore taken in 16 bits, where they round to the same, and quotients
- * with a reciprocal of two parts. With few tokens the time is that of one thread, and chunks are
- * shorter, but where a row's own work is what takes the time. Long rows, if there are few, are
- * spread over a cluster of blocks, which tell each other what their warps have found. */
+ * Bound: instructions for rows of whole aligned chunks of 16-bit values, as some 20 of them fit
+ * into the time in which memory moves the 3 bytes of a value. So maxima, sums and products of pairs
+ * are taken in 16 bits if they round to the same, and quotients with a reciprocal of two parts.
+ * With few tokens the time is that of one thread, and chunks are shorter unless a row's own work
+ * takes the time. Few long rows are spread over a cluster of blocks, which exchange what their
+ * warps found. */
 #ifndef MOQ_CUDA_TENSOR_CUDA_QUANTIZE_ROWS_H
 #define MOQ_CUDA_TENSOR_CUDA_QUANTIZE_ROWS_H
 
@@ -22,16 +22,18 @@
 
 namespace moq::quantization {
 
-/* Instead of codes, the values that there would be codes of. */
+/* Mode that writes values instead of codes. */
 #define MOQ_WRITE_VALUES MOQ_INPUT_AS_IS
-/* Instead of codes, the largest magnitude of each block: the first of two kernels for one scale. */
+/* Mode that writes the largest magnitude of each block instead of codes: the first of two kernels
+ * for one scale. */
 #define MOQ_FIND_AMAX ((moq_input_mode)(MOQ_INPUT_NVFP4 + 1))
 
-/* What every kernel reads comes first: parameters arrive a line at a time. */
+/* Arguments of all kernels. Those that every kernel reads come first: parameters arrive a line at a
+ * time. */
 typedef struct {
     int64_t m, k;
     const float *given;    /* the scale, or NULL: `scale` */
-    float scale;           /* 0: from the partial maxima */
+    float scale;           /* 0: found from the partial maxima */
     const uint32_t *parts; /* bits of maxima, `part_count` of them */
     uint32_t *parts_out;
     int part_count;
@@ -41,21 +43,21 @@ typedef struct {
     void *scales;
     int64_t scale_row, scale_group, scale_tiles;
     bool next_is_busy;
-    float *found; /* where the scale of the whole tensor goes, or NULL */
+    float *found; /* place of the scale of the whole tensor, or NULL */
     quantize_input x;
 } quantize_args;
 
-/* How a kernel goes over rows: of any strides and lengths, NVFP4 too, or, for whole aligned chunks
- * of 16-bit values, with so many values a chunk times chunks that a thread keeps; SPREAD: on a
- * cluster of blocks. */
+/* Plan of a kernel: rows of any strides and lengths, NVFP4 too; or whole aligned chunks of 16-bit
+ * values, with the values of a chunk and the chunks of a thread. SPREAD: rows on a cluster of
+ * blocks. */
 typedef enum { MOQ_ANY_ROWS, MOQ_8X1, MOQ_8X1_SPREAD, MOQ_16X1, MOQ_16X2, MOQ_16X4 } moq_row_plan;
 
-/* The values of a chunk. */
+/* Returns the values of a chunk. */
 static __host__ __device__ constexpr int chunk_values(int plan) {
     return plan == MOQ_8X1 || plan == MOQ_8X1_SPREAD ? 8 : 16;
 }
 
-/* The chunks that a thread keeps. */
+/* Returns the chunks that a thread keeps. */
 static __host__ __device__ constexpr int kept_chunks(int dtype, int plan) {
     return plan == MOQ_16X4                              ? 4
            : chunk_values(plan) == 8 || plan == MOQ_16X1 ? 1
@@ -63,8 +65,8 @@ static __host__ __device__ constexpr int kept_chunks(int dtype, int plan) {
                                                          : 1;
 }
 
-/* Whether rows are spread over clusters, which code for older chips does not know: it is not asked
- * to. */
+/* Returns true if rows are spread over clusters; code for older chips does not have them and is not
+ * called. */
 static __host__ __device__ constexpr bool is_spread(int plan) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
     return false;
@@ -73,7 +75,7 @@ static __host__ __device__ constexpr bool is_spread(int plan) {
 #endif
 }
 
-/* Places of chunks in a row: those of whole chunks are few. */
+/* Index type of chunks in a row: whole chunks are few. */
 template <int WAY> struct chunk_place {
     typedef int type;
 };
@@ -81,14 +83,14 @@ template <> struct chunk_place<MOQ_ANY_ROWS> {
     typedef int64_t type;
 };
 
-/* The instance of a kernel for a dtype and a way. */
+/* Returns the instance of a kernel for a dtype and a plan. */
 #define MOQ_INSTANCE(dtype, WAY, kernel, ...)                                                      \
     ((dtype) == MOQ_DT_BF16 ? (const void *)kernel<MOQ_DT_BF16, WAY, ##__VA_ARGS__>                \
                             : (const void *)kernel<MOQ_DT_F16, WAY, ##__VA_ARGS__>)
 #define MOQ_GENERAL(dtype, kernel, ...)                                                            \
     ((dtype) == MOQ_DT_F32 ? (const void *)kernel<MOQ_DT_F32, MOQ_ANY_ROWS, ##__VA_ARGS__>         \
                            : MOQ_INSTANCE(dtype, MOQ_ANY_ROWS, kernel, ##__VA_ARGS__))
-/* What a file has instances of, and what their threads are. */
+/* Instances of a file, and their threads. */
 #define MOQ_SHORT_OR_LONG(dtype, plan, kernel, few, many, ...)                                     \
     ((plan) == (few)    ? MOQ_INSTANCE(dtype, few, kernel, ##__VA_ARGS__)                          \
      : (plan) == (many) ? MOQ_INSTANCE(dtype, many, kernel, ##__VA_ARGS__)                         \
@@ -104,7 +106,7 @@ const void *moq_silu_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_plan p
 const void *moq_norm_kernel(moq_dtype dtype, moq_input_mode mode, moq_row_plan plan,
                             bool wide_weight);
 
-/* gate and up, halves of a row */
+/* source: gate and up, halves of a row */
 struct silu_source {
     quantize_input up;
     template <int DT, int N> struct raw {
@@ -120,22 +122,23 @@ struct silu_source {
 };
 
 typedef struct {
-    quantize_input residual; /* data NULL where there is none */
-    quantize_input weight;   /* one row */
+    quantize_input residual; /* data is NULL without one */
+    quantize_input weight;   /* weights, one row */
     bool wide_weight;        /* float32 */
     bool aligned_out;
     void *residual_out; /* [M, K] */
-    void *value_out;    /* [M, K], where values go as well as codes, or NULL */
+    void *value_out;    /* [M, K]: values beside codes, or NULL */
     bool aligned_values;
     float columns, eps;
-    int parts; /* of a row: what a warp's chunks sum to */
+    int parts; /* of a row: sums of a warp's chunks */
 } norm_source;
 
-/* The place of a row's chunk; of its last where there are no more, so that all threads can load. */
+/* Returns the place of a row's chunk; the last one's beyond the end, so that all threads can
+ * load. */
 template <class PLACE>
 static __device__ __forceinline__ PLACE chunk_or_last(PLACE chunk, PLACE chunks) {
     PLACE last = min(chunk, chunks - 1);
-    return sizeof last == 4 ? last : max(last, (PLACE)0); /* there is one, if they are whole */
+    return sizeof last == 4 ? last : max(last, (PLACE)0); /* a row of whole chunks has one */
 }
 
 /* ---- where a thread stands ---- */
@@ -146,7 +149,7 @@ template <int WAY> static __device__ __forceinline__ int64_t first_row(void) {
     return (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
 }
 
-/* Threads of a row, which may be those of several blocks, and this one's place among them. */
+/* Threads of a row, possibly of several blocks, and this one's place among them. */
 template <int WAY> static __device__ __forceinline__ int threads_of_row(void) {
     if constexpr (is_spread(WAY))
         return blockDim.x * blocks_in_cluster();
@@ -161,17 +164,17 @@ template <int WAY> static __device__ __forceinline__ int thread_of_row(void) {
 
 /* ---- rows on a cluster of blocks ---- */
 
-/* Warps that have values of a row. */
+/* Returns the warps that have values of a row. */
 #define MOQ_MOST_TOLD 128
 
-/* A word of each of them, told to all blocks of the cluster. */
+/* An exchange of a word of each warp with all blocks of the cluster. */
 typedef struct {
     uint64_t told; /* barrier */
     uint32_t word[MOQ_MOST_TOLD];
 } exchange;
 
-/* All threads of the cluster open their exchanges, of so many warps, and wait for the cluster
- * before they tell anything. */
+/* Opens the exchanges of all threads of the cluster, of so many warps, and waits for the cluster
+ * before any word is sent. */
 static __device__ __forceinline__ void open_exchanges(exchange *e, int count, int warps) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < count; i++)
@@ -187,7 +190,8 @@ static __device__ __forceinline__ void open_exchanges(exchange *e, int count, in
     cluster_arrive();
 }
 
-/* All lanes have the word of their warp. Returns when the words of all `warps` are here. */
+/* Sends the word of a warp, which all its lanes have. Returns when the words of all `warps` are
+ * here. */
 static __device__ __forceinline__ void tell(exchange *e, int warp, int warps, uint32_t word) {
     uint32_t rank = threadIdx.x % 32, told = shared_address(&e->told);
     if (warp < warps && rank < blocks_in_cluster())
@@ -195,7 +199,7 @@ static __device__ __forceinline__ void tell(exchange *e, int warp, int warps, ui
     mbarrier_wait(told, 0);
 }
 
-/* The largest of a row's threads. */
+/* Returns the maximum over a row's threads. */
 static __device__ __forceinline__ uint32_t max_of_cluster(exchange *e, int warp, int warps,
                                                           uint32_t bits) {
     tell(e, warp, warps, __reduce_max_sync(0xffffffffu, bits));
@@ -207,7 +211,7 @@ static __device__ __forceinline__ uint32_t max_of_cluster(exchange *e, int warp,
 
 /* ---- codes ---- */
 
-/* The codes of a chunk, `bytes` of them (16 or 8), of which `count` are meant and the others 0. */
+/* Stores the codes of a chunk, `bytes` of them (16 or 8): `count` codes, then zeros. */
 template <int bytes, int WAY>
 static __device__ __forceinline__ void store_codes(const quantize_args *a, int64_t row, int64_t at,
                                                    uint4 code, int64_t count) {
@@ -223,7 +227,8 @@ static __device__ __forceinline__ void store_codes(const quantize_args *a, int64
     }
 }
 
-/* The values of a chunk, to rows [M, K] without gaps; `aligned`: each at a multiple of 16 bytes. */
+/* Stores the values of a chunk in rows [M, K] without gaps; `aligned`: each row at a multiple of 16
+ * bytes. */
 template <int DT, int WAY, int N>
 static __device__ __forceinline__ void store_values(void *rows, bool aligned, int64_t k,
                                                     const chunk<DT, N> &c, int64_t row,
@@ -248,8 +253,8 @@ static __device__ __forceinline__ void store_values(void *rows, bool aligned, in
     }
 }
 
-/* The e2m1 code of a value, rounded to nearest even: from 1 on by its bits, below as a multiple of
- * a half. NaN is +6, as with cvt.rn.satfinite. */
+/* Returns the e2m1 code of a value, rounded to nearest even: from 1 on by its bits, below as a
+ * multiple of a half. NaN becomes +6, as with cvt.rn.satfinite. */
 static __device__ __forceinline__ uint32_t e2m1_code(float value) {
     uint32_t bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu;
     uint32_t large =
@@ -267,8 +272,8 @@ static __device__ __forceinline__ uint4 e2m1_codes(const float (&value)[16]) {
     return make_uint4(word[0], word[1], 0, 0);
 }
 
-/* block scale = e4m3(amax / (6 * scale_2)); codes of value / (block scale * scale_2), 0 where that
- * product is. */
+/* Makes NVFP4 codes: block scale = e4m3(amax / (6 * scale_2)), codes of value / (block scale *
+ * scale_2), 0 if that product is 0. */
 static __device__ __forceinline__ uint4 quantize_nvfp4(float (&value)[16], float scale_2,
                                                        uint8_t *block_scale) {
     float amax = __uint_as_float(moq_amax_bits(value));
@@ -282,8 +287,8 @@ static __device__ __forceinline__ uint4 quantize_nvfp4(float (&value)[16], float
     return e2m1_codes(value);
 }
 
-/* Combines each part over LANES neighbours, nearest first: lane l has that of part[l % COUNT]. At
- * each level half of the parts are given away for the other lane's half of the same ones. */
+/* Combines each part over LANES neighbours, nearest first: lane l has part[l % COUNT]. At each
+ * level a lane gives half of its parts for the other lane's half of the remaining ones. */
 template <int LANES, int COUNT, class T, class OP>
 static __device__ __forceinline__ T fold_lanes(T (&part)[COUNT], OP combine) {
     int left = COUNT;
@@ -307,8 +312,8 @@ static __device__ __forceinline__ T fold_lanes(T (&part)[COUNT], OP combine) {
     return part[0];
 }
 
-/* The scales of the groups that a thread's chunks are in, which lie `step` apart. One lane finds
- * and stores each. */
+/* Finds the scales of the groups of a thread's chunks, which lie `step` apart. One lane finds and
+ * stores each. */
 template <int DT, int N, int KEPT, class PLACE>
 static __device__ __forceinline__ void
 find_group_scales(const quantize_args *a, int64_t row, PLACE first, PLACE step, PLACE chunks,
@@ -330,8 +335,8 @@ find_group_scales(const quantize_args *a, int64_t row, PLACE first, PLACE step, 
             KEPT == 1 ? own : __shfl_sync(0xffffffffu, own, threadIdx.x % 32 / LANES * LANES + j);
 }
 
-/* Quantizes a chunk and stores it, or its values as they are. `by` is the scale of the tensor, its
- * reciprocal for E4M3_TENSOR, or that of the token or group. */
+/* Quantizes a chunk and stores it, or stores its values. `by` is the scale of the tensor, its
+ * reciprocal for E4M3_TENSOR, or the scale of the token or group. */
 template <int DT, int WAY, int MODE, int N>
 static __device__ __forceinline__ void emit(const quantize_args *a, int64_t row, int64_t column,
                                             const chunk<DT, N> &c, const divisor &by) {
@@ -364,8 +369,8 @@ static __device__ __forceinline__ void emit(const quantize_args *a, int64_t row,
     store_codes<N, WAY>(a, row, column, code, a->k - column);
 }
 
-/* Quantizes the chunks of a thread that there are. `by` as in emit but for E4M3_GROUP, whose scales
- * are found here: all lanes of a warp call this. */
+/* Quantizes the existing chunks of a thread. `by` is that of emit, except for E4M3_GROUP, whose
+ * scales are found here: all lanes of a warp call this. */
 template <int DT, int WAY, int MODE, int N, int KEPT, class PLACE>
 static __device__ __forceinline__ void emit_chunks(const quantize_args *a, int64_t row, PLACE first,
                                                    PLACE step, PLACE chunks,
@@ -384,7 +389,7 @@ static __device__ __forceinline__ void emit_chunks(const quantize_args *a, int64
 
 /* ---- scales of the whole tensor ---- */
 
-/* From the partial maxima; all lanes of a warp call this. */
+/* Finds amax from the partial maxima; all lanes of a warp call this. */
 template <int MODE> static __device__ __forceinline__ float scale_of_parts(const quantize_args *a) {
     uint32_t most = 0;
 #pragma unroll 4
@@ -397,7 +402,8 @@ template <int MODE> static __device__ __forceinline__ float scale_of_parts(const
     return scale == 0.0f ? 1.0f : scale;
 }
 
-/* Every warp finds it anew. E4M3_TENSOR: the reciprocal, as `emit` takes it. */
+/* Finds the scale of the tensor, in every warp anew. E4M3_TENSOR: its reciprocal, as `emit` takes
+ * it. */
 template <int MODE> static __device__ __forceinline__ divisor tensor_scale(const quantize_args *a) {
     if (MODE != MOQ_INPUT_E4M3_TENSOR && MODE != MOQ_INPUT_NVFP4)
         return {};
@@ -407,7 +413,7 @@ template <int MODE> static __device__ __forceinline__ divisor tensor_scale(const
     return {MODE == MOQ_INPUT_E4M3_TENSOR ? __fdiv_rn(1.0f, scale) : scale, 0.0f, 0.0f};
 }
 
-/* Stores the scale that was found, also where there are no rows. */
+/* Stores the scale that was found, even without rows. */
 template <int MODE>
 static __device__ __forceinline__ void store_tensor_scale(const quantize_args *a) {
     if ((MODE != MOQ_INPUT_E4M3_TENSOR && MODE != MOQ_INPUT_NVFP4) || !a->found ||
@@ -418,7 +424,7 @@ static __device__ __forceinline__ void store_tensor_scale(const quantize_args *a
         *a->found = scale;
 }
 
-/* Writes the largest magnitude that a block has met. All its threads call this. */
+/* Writes the largest magnitude of a block. All its threads call this. */
 static __device__ __forceinline__ void store_part(const quantize_args *a, uint32_t most) {
     __shared__ uint32_t room[32];
     int thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
@@ -435,10 +441,9 @@ static __device__ __forceinline__ void store_part(const quantize_args *a, uint32
 
 /* ---- scales of at most a group: spans ---- */
 
-/* Blocks let the next kernel in after they have waited themselves, unless it has work of its own:
- * of a chain of short kernels that had all begun, several would share a multiprocessor. Where a
- * thread has several chunks it is done between loads and arithmetic, which the compiler does not
- * mix across it. */
+/* Lets the next kernel start after this one has waited itself, unless the next has work of its own:
+ * several started kernels of a chain would share a multiprocessor. With several chunks a thread it
+ * is done between loads and arithmetic, which the compiler does not mix across it. */
 template <int DT, int WAY, int MODE, class SOURCE>
 static __global__ void __launch_bounds__(256)
     quantize_spans(const __grid_constant__ quantize_args a, const __grid_constant__ SOURCE source) {
@@ -488,7 +493,8 @@ static __global__ void __launch_bounds__(256)
 
 /* ---- scales of rows ---- */
 
-/* The largest of a row's threads. `room` is 32 words, apart from those of the call before. */
+/* Returns the maximum over a row's threads. `room` is 32 words, apart from those of the call
+ * before. */
 static __device__ __forceinline__ uint32_t max_of_row(uint32_t bits, uint32_t *room) {
     bits = __reduce_max_sync(0xffffffffu, bits);
     if (blockDim.x == 32)
@@ -514,7 +520,7 @@ static __global__ void __launch_bounds__(1024)
     const int threads = threads_of_row<WAY>();
     const place first = thread_of_row<WAY>();
     const place chunks = (place)((a.k + N - 1) / N);
-    const int warps = (int)((chunks + 31) / 32); /* if rows are spread */
+    const int warps = (int)((chunks + 31) / 32); /* only if rows are spread */
     if constexpr (SPREAD)
         open_exchanges(maxima, 1, warps);
     if (a.next_is_busy)
@@ -561,7 +567,7 @@ static __global__ void __launch_bounds__(1024)
     }
 }
 
-/* The kernel for values of a source. */
+/* Returns the kernel for values of a source. */
 template <class SOURCE>
 static const void *kernel_of(moq_dtype dtype, moq_input_mode mode, moq_row_plan plan) {
     switch ((int)mode) {

@@ -1,20 +1,21 @@
-/* v = rounded(rounded(silu(gate)) * up), quantized or as it is: core/activation.h has the formula
- * operation by operation, cuda_quantize_rows.h the kernels. Memory bounds it, 4 bytes read and one
- * written a value, with some 25 instructions a value not far behind: exp is a polynomial so that
- * its bits are those of the CPU, and the division is a reciprocal corrected once, as __frcp_rn does
- * it. */
+/* SiLU and multiply, quantized or as values: v = rounded(rounded(silu(gate)) * up).
+ * core/activation.h has the formula operation by operation, cuda_quantize_rows.h the kernels.
+ *
+ * Bound: memory, 4 bytes read and one written a value, and nearly as much some 25 instructions a
+ * value: exp is a polynomial with the bits of the CPU, and the division is a reciprocal corrected
+ * once, like __frcp_rn. */
 #include "cuda/device/logistic.h"
 #include "cuda/tensor/cuda_quantize_rows.h"
 
 namespace moq::quantization {
 
-/* 1 / d, rounded, for d from 1 to 2^120. */
+/* Returns 1 / d, rounded, for d from 1 to 2^120. */
 static __device__ __forceinline__ float reciprocal(float d) {
     float r = reciprocal_approx(d);
     return __fmaf_rn(__fmaf_rn(-d, r, 1.0f), r, r);
 }
 
-/* silu of max(gate, MOQ_SILU_LEAST). */
+/* Returns silu of max(gate, MOQ_SILU_LEAST). */
 static __device__ __forceinline__ float silu(float g) {
     float h = fminf(g, MOQ_SILU_MOST);
     return __fmul_rn(g, reciprocal(__fadd_rn(1.0f, moq_exp_of_minus(h))));

@@ -1,10 +1,10 @@
-/* y = rounded(rounded(x * cos) + rounded(other * sin)), the halves of a head turned against each
- * other: core/rotary.h has it operation by operation.
+/* Rotary embedding, y = rounded(rounded(x * cos) + rounded(other * sin)), `other` from the other
+ * half of a head: core/rotary.h has it operation by operation.
  *
  * A thread has 8 neighbours of a head's first half and those of its second half, which need each
- * other; a block has pieces of the heads of one token, so that they find its angles near. Bound by
- * memory, 4 bytes a value, and for one token by the start of a kernel. Pieces of 16-bit values that
- * lie at multiples of 16 bytes are read and written whole, others value by value. */
+ * other. A block has pieces of the heads of one token, so that they share its angles. Pieces of
+ * 16-bit values at multiples of 16 bytes are read and written whole, others value by value. Bound:
+ * memory, 4 bytes a value; for one token the start of a kernel. */
 #include "cuda/tensor/cuda_rotary.h"
 
 #include "cuda/runtime/launch.h"
@@ -22,17 +22,17 @@ using quantization::widen;
 
 typedef struct {
     const void *data;
-    int64_t batch, token, head, value; /* from one to the next, in elements */
+    int64_t batch, token, head, value; /* steps in elements */
 } strided;
 
 typedef struct {
     strided x, cos, sin;
     void *out;
-    int64_t count, tokens, heads; /* count of all tokens; those of a sequence */
+    int64_t count, tokens, heads; /* tokens in all, and tokens of a sequence */
     int half, pieces;             /* of a head: values and pieces of a half */
 } rotary_args;
 
-/* Values of each half of a head, from `at` on, `left` of them at most. */
+/* Loads values of each half of a head, from `at` on, `left` of them at most. */
 template <int DT, bool WHOLE>
 static __device__ __forceinline__ chunk<DT, PIECE> load_piece(const strided &from, int64_t at,
                                                               int left) {
@@ -76,7 +76,7 @@ static __device__ __forceinline__ void store_piece(void *out, int64_t at, const 
     }
 }
 
-/* rounded(a * cos) + rounded(b * sin), rounded. */
+/* Returns rounded(rounded(a * cos) + rounded(b * sin)). */
 template <int DT>
 static __device__ __forceinline__ chunk<DT, PIECE>
 turned(const float (&a)[PIECE], const chunk<DT, PIECE> &cos, const float (&b)[PIECE],
@@ -143,8 +143,8 @@ static strided strided_of(const moq_tensor *t) {
     return {t->data, t->stride[0], t->stride[1], t->stride[2], t->stride[3]};
 }
 
-/* Whether pieces of 16-bit values lie at multiples of 16 bytes; the stride of what there is one of
- * is not used. */
+/* Returns true if pieces of 16-bit values lie at multiples of 16 bytes; the stride of an axis of
+ * length 1 does not matter. */
 static bool is_aligned(const strided &s, const moq_tensor *t) {
     const int64_t steps[] = {s.batch, s.token, s.head};
     for (int i = 0; i < 3; i++) {

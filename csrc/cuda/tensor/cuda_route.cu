@@ -1,16 +1,15 @@
-/* The routing of tokens: core/route.h has it operation by operation, and every operation here is
- * that of cpu/route_token.h, so that ids and weights have the same bits.
+/* Routing of tokens (core/route.h has it operation by operation). Every operation is that of
+ * cpu/route_token.h, so that ids and weights have the same bits.
  *
- * A warp has a token. Expert i is with lane i % 32, which keeps its experts in registers, N of them
- * at most: the 32 sums of which S is made are those of the lanes. A value is ranked as an integer
- * key; the best of all is found by a reduction of the warp, and among equals by one more, of
- * indices. Groups go through shared memory, since their members are neighbours and belong to
- * different lanes.
+ * A warp has a token. Lane i % 32 has expert i, and keeps its experts in registers, N of them at
+ * most: the 32 sums that make S are those of the lanes. A value is ranked as an integer key. The
+ * best of all is found by a reduction of the warp, and among equals by one more, of indices. Groups
+ * go through shared memory, as their members are neighbours and belong to different lanes.
  *
- * Bound by latency with few tokens: the start of a kernel, one load from memory, and what a chosen
- * expert takes, one after the other. Loops over them are not unrolled: the code of a kernel that
- * runs once comes from memory, too. So what most models have, softmax of the chosen experts'
- * logits without a bias or groups, is a kernel of its own (USUAL), with a fifth of the code. */
+ * Bound: latency with few tokens: the start of a kernel, one load from memory, and the time of each
+ * chosen expert in turn. Loops over experts are not unrolled, as the code of a kernel that runs
+ * once comes from memory, too. The usual routing, softmax of the chosen experts' logits without a
+ * bias or groups, has a kernel of its own (USUAL) with a fifth of the code. */
 #include "cuda/device/ptx.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/cuda_quantize_chunk.h"
@@ -20,7 +19,7 @@ namespace moq::routing {
 
 using quantization::quantize_input;
 
-#define WARPS  4 /* of a block, each with a token of its own */
+#define WARPS  4 /* warps of a block, each with its own token */
 #define LANES  MOQ_ROUTE_LANES
 #define ALL    0xffffffffu
 #define BLOCKS 0x7fffffff
@@ -30,15 +29,14 @@ using quantization::quantize_input;
 typedef struct {
     quantize_input logits;
     moq_dtype logits_dtype, bias_dtype;
-    const void *bias; /* NULL where there is none */
+    const void *bias; /* or NULL */
     int64_t bias_step;
-    int64_t count; /* of tokens */
+    int64_t count; /* tokens */
     float *weights;
     int32_t *ids;
-    const uint8_t *padding; /* of tokens; NULL where there is none */
+    const uint8_t *padding; /* of tokens, or NULL */
     moq_route_scoring scoring;
-    bool
-        divides_by_chosen; /* by the sum of the chosen u, else by that of all where it is softmax */
+    bool divides_by_chosen; /* by the sum of the chosen u, else, for softmax, of all */
     float factor;
     int experts, top_k;
     int groups, top_groups;
@@ -51,17 +49,17 @@ static __device__ __forceinline__ float load_float(const void *data, moq_dtype d
     return moq_widen_pair(((const uint16_t *)data)[at], dtype).x;
 }
 
-/* Of rows without one stride, which take divisions. */
+/* Returns the offset of a row without a single stride, by divisions. */
 static __device__ __noinline__ int64_t offset_of_row(const quantize_input *logits, int64_t row) {
     return row_offset(logits, row);
 }
 
 /* ---- scores ---- */
 
-/* What is added to a float so that its lowest bits are the integer next to it. */
+/* Constant to add to a float so that its lowest bits are the nearest integer. */
 #define RINT_MAGIC 12582912.0f
 
-/* exp(y) for y <= 0; 0 for a NaN. */
+/* Returns exp(y) for y <= 0; 0 for a NaN. */
 static __device__ __forceinline__ float exp_below(float y) {
     float in = y >= MOQ_ROUTE_LEAST ? y : MOQ_ROUTE_LEAST;
     float shifted = __fmaf_rn(in, MOQ_LOG2E, RINT_MAGIC), n = __fsub_rn(shifted, RINT_MAGIC);
@@ -84,7 +82,7 @@ static __device__ __forceinline__ float log1p_of(float e) {
     return __fmaf_rn(t, __fmul_rn(w, p), t);
 }
 
-/* u of a logit, of which the largest of the token is `most`. */
+/* Returns u of a logit; `most` is the largest logit of the token. */
 static __device__ __forceinline__ float score(moq_route_scoring scoring, float x, float most) {
     if (scoring == MOQ_ROUTE_SOFTMAX || scoring == MOQ_ROUTE_TOPK_SOFTMAX)
         return exp_below(x == most ? 0.0f : __fsub_rn(x, most));
@@ -94,7 +92,8 @@ static __device__ __forceinline__ float score(moq_route_scoring scoring, float x
     return __fsqrt_rn(__fadd_rn(x > 0.0f ? x : 0.0f, log1p_of(e)));
 }
 
-/* The sum of a value of each lane: j and j + 16, then j and j + 8, and so on. */
+/* Returns the sum of a value of each lane as a tree: j and j + 16, then j and j + 8, down to
+ * neighbours. */
 static __device__ __forceinline__ float sum_of_lanes(float own) {
 #pragma unroll
     for (int half = LANES / 2; half > 0; half /= 2)
@@ -104,8 +103,8 @@ static __device__ __forceinline__ float sum_of_lanes(float own) {
 
 /* ---- keys ---- */
 
-/* A float as an integer of the same order: its bits, those of a negative one but the sign inverted.
- * A NaN is below all numbers, and what is no candidate below that. */
+/* Returns a float as an integer of the same order: its bits, all but the sign inverted if negative.
+ * A NaN is below all numbers, and experts that are no candidates below that. */
 #define NAN_KEY (INT32_MIN + 1)
 #define NO_KEY  INT32_MIN
 
@@ -114,17 +113,17 @@ static __device__ __forceinline__ int32_t key_of(float value) {
     return value == value ? bits ^ ((bits >> 31) & INT32_MAX) : NAN_KEY;
 }
 
-/* The inverse; a NaN of NAN_KEY. */
+/* Returns the float of a key; a NaN for NAN_KEY. */
 static __device__ __forceinline__ float value_of(int32_t key) {
     return __int_as_float(key ^ ((key >> 31) & INT32_MAX));
 }
 
-/* The best that a lane has: the largest key, of equals the lower index. */
+/* A lane's best expert: the largest key, of equals the lower index. */
 typedef struct {
     int32_t key, index;
 } candidate;
 
-/* That of keys `first` to `first` + N - 1, as a tree. */
+/* Finds the best of keys `first` to `first` + N - 1, as a tree. */
 template <int N>
 static __device__ __forceinline__ candidate best_of_lane(const int32_t *key, int lane, int first) {
     if constexpr (N == 1) {
@@ -136,7 +135,7 @@ static __device__ __forceinline__ candidate best_of_lane(const int32_t *key, int
     }
 }
 
-/* Whether a lane's best is the best of the warp. */
+/* Returns true if a lane's best is the best of the warp. */
 static __device__ __forceinline__ bool is_best(candidate own) {
     int32_t most = __reduce_max_sync(ALL, own.key);
     bool mine = own.key == most;
@@ -148,8 +147,8 @@ static __device__ __forceinline__ bool is_best(candidate own) {
     return mine;
 }
 
-/* Takes the best of the warp away; true in the lane that has it, whose best before is `taken`.
- * `own` is the best that a lane has, before and after. */
+/* Removes the best of the warp; true in the lane that had it, whose best before is `taken`. `own`
+ * is the lane's best, before and after. */
 template <int N>
 static __device__ __forceinline__ bool take_best(int32_t (&key)[N], candidate &own,
                                                  candidate &taken, int lane) {
@@ -166,9 +165,9 @@ static __device__ __forceinline__ bool take_best(int32_t (&key)[N], candidate &o
 
 /* ---- groups ---- */
 
-/* The keys of groups by those of their members, written to `group`: `group_lanes` lanes read the
- * members of one, each beginning with another so that lanes of different groups meet different
- * banks of the memory. */
+/* Finds the keys of groups by those of their members and writes them to `group`. `group_lanes`
+ * lanes read the members of one, each beginning with another, so that lanes of different groups
+ * meet different banks. */
 static __device__ __forceinline__ void rank_groups(const route_args &a, const int32_t *member,
                                                    int32_t *group, int lane) {
     int size = a.experts / a.groups, share = a.group_lanes;
@@ -195,7 +194,7 @@ static __device__ __forceinline__ void rank_groups(const route_args &a, const in
     }
 }
 
-/* Replaces the keys of groups by whether each has a say; M of them with a lane. */
+/* Replaces the keys of groups by whether each is chosen; a lane has M of them. */
 template <int M>
 static __device__ __forceinline__ void choose_groups(const route_args &a, int32_t *group,
                                                      int lane) {
@@ -216,7 +215,7 @@ static __device__ __forceinline__ void choose_groups(const route_args &a, int32_
     }
 }
 
-/* Takes the keys of experts away whose group has no say. `shared` has room for the keys of all
+/* Removes the keys of experts whose group is not chosen. `shared` has room for the keys of all
  * experts and of all groups. */
 template <int N>
 static __device__ __forceinline__ void keep_groups(const route_args &a, int32_t (&key)[N],
@@ -248,7 +247,8 @@ static __device__ __forceinline__ void keep_groups(const route_args &a, int32_t 
 
 /* ---- a token ---- */
 
-/* Weights of the chosen experts, of which each lane below top_k has one with its logit. */
+/* Makes the weights of the chosen experts, of which each lane below top_k has one with its
+ * logit. */
 template <bool USUAL>
 static __device__ __forceinline__ void write_chosen(const route_args &a, int64_t row, float logit,
                                                     int32_t expert, float most, float divisor,
@@ -268,7 +268,7 @@ static __device__ __forceinline__ void write_chosen(const route_args &a, int64_t
     }
 }
 
-/* Scores in the places of the logits of a lane's experts, and what they are to be divided by. */
+/* Replaces the logits of a lane's experts by scores, and returns their divisor. */
 template <int N>
 static __device__ __forceinline__ float score_all(const route_args &a, float (&value)[N],
                                                   const int32_t (&key)[N], float most) {
@@ -284,7 +284,7 @@ static __device__ __forceinline__ float score_all(const route_args &a, float (&v
     return sum_of_lanes(sum);
 }
 
-/* Takes the best experts away, one after the other; the one of place t is with lane t. */
+/* Takes the best experts, one after the other; lane t has the one of place t. */
 template <int N>
 static __device__ __forceinline__ candidate take_experts(const route_args &a, int32_t (&key)[N],
                                                          candidate *places, int lane) {
@@ -299,8 +299,8 @@ static __device__ __forceinline__ candidate take_experts(const route_args &a, in
     return lane < a.top_k ? places[lane] : (candidate){NAN_KEY, 0};
 }
 
-/* take_experts where every lane sorts its few experts once, the best first and of equals the lower
- * index: a lane whose best is taken goes on with its next. */
+/* Takes the best experts like take_experts, but every lane sorts its few experts once, the best
+ * first and of equals the lower index. A lane whose best is taken goes on with its next. */
 template <int N>
 static __device__ __forceinline__ candidate take_sorted_experts(const route_args &a,
                                                                 const int32_t (&key)[N],
@@ -406,7 +406,7 @@ template <bool USUAL> static const void *kernel_for(int experts) {
     return (const void *)route_tokens<32, USUAL>;
 }
 
-/* The rows of the logits, one stride apart where they can be. */
+/* Returns the rows of the logits, a single stride apart if possible. */
 static quantize_input rows_of(const moq_tensor *logits) {
     moq_tensor rows;
     quantize_input in = {

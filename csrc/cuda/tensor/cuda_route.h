@@ -1,4 +1,4 @@
-/* Routing on the device, with the ids and weights of the CPU bit for bit: see core/route.h. */
+/* Routing on the device, with the ids and weights of the CPU bit for bit (core/route.h). */
 #ifndef MOQ_CUDA_TENSOR_CUDA_ROUTE_H
 #define MOQ_CUDA_TENSOR_CUDA_ROUTE_H
 
@@ -8,9 +8,8 @@
 extern "C" {
 #endif
 
-/* Writes weights and ids, both [..., top_k] without gaps, of at least one token: one kernel, queued
- * on `stream` of the current device. It may overlap with its predecessor and successor there
- * (programmatic launch). */
+/* Writes weights and ids, both [..., top_k] without gaps, of at least one token, by one kernel.
+ * Queued on `stream` of the current device; may overlap with its neighbours there (PDL). */
 moq_status moq_cuda_route(const moq_route *route, float *weights, int32_t *ids, void *stream,
                           moq_err *err);
 

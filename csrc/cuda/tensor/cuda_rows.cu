@@ -1,9 +1,9 @@
 /* Copies between a tensor of any strides and a matrix of its rows: rows[m, k] = tensor[..., k], or
- * back. See cuda_rows.h.
+ * back (cuda_rows.h).
  *
  * A block has SPAN columns of one row, so that the place of the row is found once for all of them.
- * Bound by memory where the values of a row are neighbours; where they are not, by 32-byte sectors
- * of which one value is used. */
+ * Bound: memory if the values of a row are neighbours; otherwise sectors of 32 bytes, one value of
+ * which is used. */
 #include "core/invariant.h"
 #include "cuda/device/ptx.h"
 #include "cuda/runtime/launch.h"
@@ -12,15 +12,15 @@
 namespace moq::copied_rows {
 
 #define THREADS 256
-#define SPAN    1024 /* columns */
+#define SPAN    1024 /* columns of a block */
 #define MAX_Y   65535
 
 typedef struct {
     void *tensor, *rows;
     int64_t count, columns;
-    int64_t row_stride; /* of `rows` */
-    int64_t step;       /* of the last dimension of the tensor */
-    int leading;        /* its other dimensions */
+    int64_t row_stride; /* stride of `rows` */
+    int64_t step;       /* stride of the last dimension of the tensor */
+    int leading;        /* other dimensions of the tensor */
     int64_t shape[MOQ_MAX_NDIM], stride[MOQ_MAX_NDIM];
 } copy_args;
 
@@ -53,7 +53,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Outputs are of 16 or 32 bits, inputs also codes. */
+/* Launches the copy; outputs have 16 or 32 bits, inputs may be codes. */
 static const void *kernel_for(size_t size, bool gather) {
     if (size == 4)
         return gather ? (const void *)copy_rows<uint32_t, true>

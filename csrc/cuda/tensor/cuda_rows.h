@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-/* rows [m, columns] = tensor [..., columns], and back. Elements of 2 or 4 bytes; `rows` has
- * contiguous rows. Queued on `stream` of the current device. */
+/* Copy a tensor [..., columns] to `rows` [m, columns], and back. Elements have 2 or 4 bytes; `rows`
+ * has contiguous rows. Queued on `stream` of the current device. */
 moq_status moq_cuda_gather_rows(const moq_tensor *tensor, const moq_tensor *rows, void *stream,
                                 moq_err *err);
 moq_status moq_cuda_scatter_rows(const moq_tensor *rows, const moq_tensor *tensor, void *stream,

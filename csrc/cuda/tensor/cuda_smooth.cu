@@ -1,9 +1,8 @@
-/* Smoothing on the device: rows[m, k] = round(x[m, k] * scale[k]). See cuda_smooth.h.
+/* Smoothing on the device: rows[m, k] = round(x[m, k] * scale[k]) (cuda_smooth.h).
  *
- * A thread has 8 neighbours of a row, a block as many columns as it has threads for and then the
- * same columns of further rows, so that it reads their scales once. Bound by memory. What is not
- * aligned to 16 bytes is read value by value, and rows that do not step through memory as those of
- * a matrix are gathered first. */
+ * A thread has 8 neighbours of a row, a block as many columns as it has threads for and then these
+ * columns of further rows, so that it reads their scales once. Rows that are not aligned to 16
+ * bytes are read value by value, and rows without one stride are gathered first. Bound: memory. */
 #include "cuda/tensor/cuda_smooth.h"
 
 #include "cuda/device/load.h"
@@ -16,7 +15,7 @@ namespace moq::smoothing {
 #define THREADS 128
 #define PIECE   8 /* values of a thread */
 #define SPAN    (THREADS * PIECE)
-#define BLOCKS  2048 /* at most about as many */
+#define BLOCKS  2048 /* blocks, about as many at most */
 
 typedef struct {
     moq_rows x;
@@ -26,7 +25,7 @@ typedef struct {
     bool aligned;
 } smooth_args;
 
-/* 8 values as they are in memory; 16-bit ones fill half of it. */
+/* Eight values as they are in memory; 16-bit ones fill half of it. */
 typedef struct {
     uint4 word[2];
 } piece;

@@ -12,14 +12,14 @@ extern "C" {
 #endif
 
 typedef struct {
-    const uint8_t *weight; /* packed, of all rows */
+    const uint8_t *weight; /* packed units of all rows */
     const float *fold_scale, *output_scale;
     int64_t columns;     /* a multiple of 16 */
-    int64_t first, rows; /* the rows to do; `first` is a multiple of 16 */
+    int64_t first, rows; /* rows to unpack; `first` is a multiple of 16 */
     uint8_t *codes;      /* [rows, columns] */
-    float *factor;       /* [rows]: what outputs of these codes are scaled by */
-    /* The kernel before in the stream was launched without programmatic dependence and touches
-     * nothing of this: both may run at once. */
+    float *factor;       /* [rows]: factors of outputs of these codes */
+    /* True if the kernel before in the stream was launched without PDL and touches nothing of this:
+     * both may run at once. */
     bool pdl;
     void *stream; /* cudaStream_t */
 } moq_cuda_unpack;

@@ -1,12 +1,11 @@
-/* Packed NVFP4 weights as FP8 ones, for products of many tokens with compute "fp8":
+/* Packed NVFP4 weights as FP8 ones, for prefill with compute "fp8":
  *
- *     codes[n, k] = e4m3(e2m1 * scale * fold[n])    factor[n] = what outputs of row n are scaled by
+ *     codes[n, k] = e4m3(e2m1 * scale * fold[n])    factor[n] = scale of row n's outputs
  *
- * W comes in the packed layout (core/nvfp4_packed.h), codes are [N, K] as an FP8 checkpoint has
- * them. A warp has four units, 16 rows of 256 columns; four lanes exchange words, so that each
- * stores 16 codes of a row at once.
- *
- * What bounds it: memory, which it reads and writes at 3.9 TB/s (H200, docs/lab/nvfp4-fp8.md). */
+ * Layouts: W packed (core/nvfp4_packed.h), codes [N, K] as an FP8 checkpoint has them. A warp has
+ * four units, 16 rows of 256 columns; four lanes exchange words, so that each stores 16 codes of
+ * a row at once. Bound: memory, which it reads and writes at 3.9 TB/s (H200,
+ * docs/lab/nvfp4-fp8.md). */
 #include "core/nvfp4_packed.h"
 #include "core/sizes.h"
 #include "cuda/device/load.h"
@@ -18,7 +17,7 @@
 namespace moq::unpacking {
 
 #define WARPS 8
-#define UNITS 4 /* of a warp */
+#define UNITS 4 /* units of a warp */
 
 typedef struct {
     const uint8_t *weight;
@@ -26,11 +25,12 @@ typedef struct {
     uint8_t *codes;
     float *factor;
     int rows, columns;
-    int blocks, spans; /* of K: in units, and in as many as a warp has */
-    int64_t count;     /* of all that warps have */
+    int blocks, spans; /* blocks of K, in units and in warps' shares */
+    int64_t count;     /* shares of all warps */
 } fold_args;
 
-/* Stores a row's codes of a unit, of which a lane has four of each group; 16 of group t then. */
+/* Stores a row's codes of a unit. A lane has four of each group, and after an exchange 16 of group
+ * t. */
 static __device__ __forceinline__ void store_row(const fold_args *a, int row, int column,
                                                  uint4 own) {
     uint4 w = moq_exchange_words(own, threadIdx.x % 4);
@@ -77,7 +77,7 @@ static __global__ void __launch_bounds__(WARPS * 32) fold_weights(const fold_arg
         store_row(&a, row, column, make_uint4(f[0][0], f[0][2], f[1][0], f[1][2]));
         store_row(&a, row + 8, column, make_uint4(f[0][1], f[0][3], f[1][1], f[1][3]));
     }
-    wait_for_predecessor(); /* who waits for this kernel waits for that too */
+    wait_for_predecessor(); /* a kernel that waits for this one waits for that, too */
 }
 
 extern "C" moq_status moq_cuda_nvfp4_unpack(const moq_cuda_unpack *u, moq_err *err) {

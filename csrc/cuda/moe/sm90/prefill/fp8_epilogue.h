@@ -1,41 +1,41 @@
-/* Outputs of the tiles of FP8 experts on Hopper for many tokens: g in the layer's dtype or as the
- * e4m3 codes that w2 takes, d rounded to bfloat16 or in float32.
+/* Epilogue of the FP8 prefill kernels of experts on Hopper: g in the layer's dtype or as the e4m3
+ * codes that W2 takes, d rounded to bfloat16 or in float32.
  *
- * A thread has two neighbouring columns of each 16 that its warp has (sm90_moe_prefill_copies.h),
- * of two neighbouring tokens of each eight. What leaves passes through shared memory, a token's 64
- * columns of a warpgroup in 64 or 128 bytes, and goes from there in whole sectors. Nothing is
- * multiplied meanwhile, so that it is instructions that count: of g some 14 for an output, besides
- * two of the unit for exponentials and reciprocals, and it is these that bound it. The code goes
- * round, half of a tile's tokens at a time, so that it stays in the instructions' cache
- * (docs/lab/experts-prefill.md). */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_FP8_OUTPUTS_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_FP8_OUTPUTS_H
+ * A thread has two neighbouring columns of each 16 of its warp (fp8_mainloop.h), of two
+ * neighbouring tokens of each eight. Outputs are staged in shared memory, a token's 64 columns of a
+ * warpgroup in 64 or 128 bytes, and leave in whole sectors. Bound: instructions, as nothing is
+ * multiplied meanwhile. An output of g takes some 14, and two of the unit for exponentials and
+ * reciprocals. The code loops over half of a tile's tokens, so that it stays in the instruction
+ * cache (docs/lab/experts-prefill.md). */
+#ifndef MOQ_CUDA_MOE_SM90_PREFILL_FP8_EPILOGUE_H
+#define MOQ_CUDA_MOE_SM90_PREFILL_FP8_EPILOGUE_H
 
-#include "cuda/moe/sm90/sm90_moe_prefill_tile.h"
+#include "cuda/moe/sm90/prefill/gemm.h"
 
 namespace moq::moe_prefill {
 
-#define OUT_TOKENS      64                 /* that leave at a time at most */
-#define OUT_ROOM        (OUT_TOKENS * 128) /* bytes where they do, of a warpgroup */
-#define EPILOGUE_TOKENS 144                /* tokens of a tile at most, and of all its passes */
+#define OUT_TOKENS      64                 /* tokens of an epilogue step at most */
+#define OUT_ROOM        (OUT_TOKENS * 128) /* bytes of staged outputs of a warpgroup */
+#define EPILOGUE_TOKENS 144                /* tokens of a tile at most, in all its steps */
 
-/* What the rows of W of both waves of a warpgroup, and tokens, bring to a tile. */
+/* Epilogue operands of a warpgroup: of the rows of W of both waves, and of tokens. */
 typedef struct __align__(8) {
     float factor[2 * WAVE_ROWS], bias[2 * WAVE_ROWS], token[EPILOGUE_TOKENS];
-    float scale; /* of g, where it becomes codes by the scale of the expert */
+    float scale; /* scale of g for per-tensor codes */
 } epilogue_operands;
 
-/* Where the outputs of a warpgroup leave; and the largest magnitudes of tokens, of both. */
+/* The output path of a warpgroup: epilogue operands, memory for staged outputs, and the largest
+ * magnitudes of tokens of both warpgroups. */
 typedef struct {
     epilogue_operands *state;
     uint32_t room;
     uint32_t (*most)[OUT_TOKENS];
 } output_path;
 
-/* ---- what tiles bring ---- */
+/* ---- epilogue operands ---- */
 
-/* Asks for those of a warpgroup, by threads `first` and every `apart` after; where tokens have no
- * factors they get 1. */
+/* Loads the epilogue operands of a warpgroup, by threads `first` and every `apart` after. Tokens
+ * without factors get 1. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void fetch_epilogue_operands(const gemm_args *a, const place *p,
                                                                int group, epilogue_operands *state,
@@ -53,25 +53,25 @@ static __device__ __forceinline__ void fetch_epilogue_operands(const gemm_args *
         if (a->bias)
             copy_async_4(shared_address(&state->bias[i]), a->bias + at, bytes);
     }
-    if (USE != OF_D && !S::groups && a->form == G_TENSOR && first == 0)
+    if (USE != OF_D && !S::groups && a->format == G_TENSOR && first == 0)
         copy_async_4(shared_address(&state->scale), a->g_scale + expert, 4);
 #pragma unroll 1
     for (int i = first; !S::groups && i < p->rows.rows; i += apart) {
         if (of_tokens)
             copy_async_4(shared_address(&state->token[i]),
-                         of_tokens + (a->x_scale ? i : expert * a->parts), 4);
+                         of_tokens + (a->x_scale ? i : expert * a->partition_count), 4);
         else
             state->token[i] = 1.0f;
     }
 }
 
-/* Factors and biases of a thread's two columns of a wave. */
+/* Returns factors and biases of a thread's two columns of a wave. */
 template <class S>
 static __device__ __forceinline__ terms read_epilogue_operands(const gemm_args *a,
                                                                const epilogue_operands *state,
                                                                int wave) {
     int own = wave * WAVE_ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 * 2;
-    terms e = {{1.0f, 1.0f}, {-0.0f, -0.0f}}; /* whoever adds -0 adds nothing */
+    terms e = {{1.0f, 1.0f}, {-0.0f, -0.0f}}; /* adding -0 changes nothing */
     if (!S::groups) {
         float2 factor = *(const float2 *)(state->factor + own);
         e.factor[0] = factor.x * S::unit;
@@ -85,8 +85,7 @@ static __device__ __forceinline__ terms read_epilogue_operands(const gemm_args *
     return e;
 }
 
-/* The four outputs of a wave that a thread has of eight tokens, of `factor` each: [column][token].
- */
+/* Finishes a thread's four sums of a wave for eight tokens, of `factor` each: [column][token]. */
 template <class S>
 static __device__ __forceinline__ void finish_four(const terms *e, float2 factor, const float *sum,
                                                    float (&value)[2][2]) {
@@ -103,15 +102,14 @@ static __device__ __forceinline__ float2 factors_of(const epilogue_operands *sta
                      : *(const float2 *)(state->token + token + threadIdx.x % 4 * 2);
 }
 
-/* ---- the way through shared memory: rows of 64 or 128 bytes, whose pieces of 16 lie so that eight
- * rows have all banks ---- */
+/* ---- staging: 16-byte pieces of rows of 64 or 128 bytes, eight rows use all banks ---- */
 
 template <int BYTES> static __device__ __forceinline__ int place_in_row(int token, int piece) {
     return token * BYTES + (BYTES == 64 ? piece ^ token / 2 % 4 : piece ^ token % 8) * 16;
 }
 
-/* Parks two columns of 16 bits of the two tokens that a thread has of eight from `token` on, a
- * multiple of eight. */
+/* Stages two columns of 16 bits of a thread's two tokens among eight from `token` on, a multiple of
+ * eight. */
 static __device__ __forceinline__ void stage_pairs(uint32_t room, int token,
                                                    const uint32_t (&pair)[2]) {
     int lane = threadIdx.x % 32, piece = threadIdx.x % 128 / 32 * 2 + lane / 16;
@@ -122,7 +120,7 @@ static __device__ __forceinline__ void stage_pairs(uint32_t room, int token,
                           pair[odd]);
 }
 
-/* Parks two columns of codes of the two tokens that a thread has of each eight of 16. */
+/* Stages two columns of codes of a thread's two tokens of each eight of 16. */
 static __device__ __forceinline__ void stage_codes(uint32_t room, int token,
                                                    const uint32_t (&codes)[2]) {
     int lane = threadIdx.x % 32;
@@ -131,11 +129,11 @@ static __device__ __forceinline__ void stage_codes(uint32_t room, int token,
                               codes[0], codes[1]);
 }
 
-/* Stores what was parked of `count` tokens of S::at_once; `left` bytes of a row are outputs. */
+/* Stores staged outputs of `count` tokens of S::at_once; `left` bytes of a row are outputs. */
 template <class S, int BYTES>
 static __device__ __forceinline__ void carry_out(uint32_t room, uint8_t *to, int64_t stride,
                                                  int left, int count) {
-    constexpr int PIECES = BYTES / 16, AT_A_TIME = 128 / PIECES; /* tokens */
+    constexpr int PIECES = BYTES / 16, AT_A_TIME = 128 / PIECES; /* tokens at a time */
     int thread = threadIdx.x % 128, piece = thread % PIECES, first = thread / PIECES;
     uint32_t from = room + place_in_row<BYTES>(first, piece);
     int end = piece * 16 < left ? count - first : 0;
@@ -147,7 +145,7 @@ static __device__ __forceinline__ void carry_out(uint32_t room, uint8_t *to, int
             *(uint4 *)to = load_shared(from + token * BYTES);
 }
 
-/* carry_out of 64 columns of values of 16 bits from `column` on, to `out`. */
+/* Stores 64 staged columns of 16-bit values from `column` on to `out`. */
 template <class S>
 static __device__ __forceinline__ void carry_values(const moq_output *out, uint32_t room,
                                                     int64_t row, int column, int end, int count) {
@@ -157,7 +155,7 @@ static __device__ __forceinline__ void carry_values(const moq_output *out, uint3
 
 /* ---- codes with scales of groups ---- */
 
-/* 16 columns of g, of 16 bits, of a token that was parked. */
+/* Loads 16 staged columns of g, of 16 bits, of a token. */
 static __device__ __forceinline__ void load_staged(const gemm_args *a, uint32_t room, int token,
                                                    int piece, float (&value)[16]) {
 #pragma unroll
@@ -172,7 +170,7 @@ static __device__ __forceinline__ void load_staged(const gemm_args *a, uint32_t 
     }
 }
 
-/* Makes codes of 64 parked columns from `column` on and stores them: `count` tokens from row `row`
+/* Makes codes of 64 staged columns from `column` on and stores them: `count` tokens from row `row`
  * on, four threads a token. The other warpgroup has the other half of the same 128 columns. */
 template <class S>
 static __device__ __forceinline__ void carry_groups(const gemm_args *a, const output_path *w,
@@ -182,7 +180,7 @@ static __device__ __forceinline__ void carry_groups(const gemm_args *a, const ou
     uint8_t *to = a->codes + row * a->code_stride + column + piece * 16;
     bool own = column + piece * 16 < a->half; /* all 16, or none */
     float value[16];
-    barrier_sync(1, 256); /* those of the tokens before have been read */
+    barrier_sync(1, 256); /* the maxima of earlier tokens have been read */
 #pragma unroll 1
     for (int token = thread / 4; token < S::at_once; token += 32) {
         load_staged(a, w->room, token, piece, value);
@@ -205,39 +203,39 @@ static __device__ __forceinline__ void carry_groups(const gemm_args *a, const ou
 
 /* ---- g ---- */
 
-/* What silu takes: docs/numerics.md has what it rounds. */
+/* Constants of silu_fast_approx; docs/numerics.md says what it rounds. */
 typedef struct {
-    float rate;                           /* of the exponent of two */
-    float least, most, least_up, most_up; /* of the gate, and of up, to which beta was added */
+    float rate;                           /* factor of the exponent of two */
+    float least, most, least_up, most_up; /* limits of the gate, and of up plus beta */
 } fast_silu;
 
 static __device__ __forceinline__ fast_silu fast_silu_of(const moe::activation *a) {
     return {a->alpha * MOQ_MINUS_LOG2E, a->least, a->limit, a->beta - a->limit, a->beta + a->limit};
 }
 
-/* The value, or the end of the range that it is beyond. NaN stays one. */
+/* Clamps a value to a range; NaN stays NaN. */
 static __device__ __forceinline__ float within(float value, float least, float most) {
     asm("min.NaN.f32 %0, %0, %1;" : "+f"(value) : "f"(most));
     asm("max.NaN.f32 %0, %0, %1;" : "+f"(value) : "f"(least));
     return value;
 }
 
-/* gate * logistic(alpha * gate) * up, each within its limits, by the chip's approximations: as
- * moe::activate_as but for last bits of float32. */
+/* Returns gate * logistic(alpha * gate) * up, each within its limits, by the chip's approximations:
+ * equal to moe::activate_as but for last bits of float32. */
 static __device__ __forceinline__ float silu_fast_approx(const fast_silu *s, float gate, float up) {
     float g = within(gate, s->least, s->most), power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(g * s->rate));
     return g * reciprocal_approx(1.0f + power) * within(up, s->least_up, s->most_up);
 }
 
-/* Whether silu_fast_approx is the activation, which of other numbers may be NaN where that is
- * infinite, or, of one, relu2: of these there is code in products of every width. */
+/* True if the activation has code for products of every width: silu_fast_approx with a gate (alpha
+ * > 0, else it may give NaN instead of infinity), or relu2 without one. */
 template <product_use USE>
 static __device__ __forceinline__ bool is_fast(const moe::activation *a) {
     return USE == OF_D || (is_usual<USE>(a) && a->alpha > 0.0f);
 }
 
-/* g of the four outputs of eight tokens; where there is no gate, `up` is not looked at. */
+/* Activates four outputs of eight tokens; without a gate, `up` is ignored. */
 template <bool GATED, bool FAST>
 static __device__ __forceinline__ void activate_four(const gemm_args *a, const fast_silu *s,
                                                      const float (&up)[2][2],
@@ -252,14 +250,14 @@ static __device__ __forceinline__ void activate_four(const gemm_args *a, const f
     }
 }
 
-/* Codes of a pair of 16 bits, times `scale`. */
+/* Returns the codes of a pair of 16-bit values times `scale`. */
 static __device__ __forceinline__ uint32_t codes_of_pair(uint32_t pair, moq_dtype dtype,
                                                          float scale) {
     float2 value = moq_widen_pair(pair, dtype);
     return moq_e4m3_pair(__fmul_rn(value.x, scale), __fmul_rn(value.y, scale));
 }
 
-/* Parks g of 16 tokens, the tile's from `first + token` on. */
+/* Stages g of 16 tokens, the tile's from `first + token` on. */
 template <class S, bool GATED, bool FAST>
 static __device__ __forceinline__ void
 stage_g(const gemm_args *a, const output_path *w, const fast_silu *s, const terms (&e)[2],
@@ -277,7 +275,7 @@ stage_g(const gemm_args *a, const output_path *w, const fast_silu *s, const term
         for (int odd = 0; odd < 2; odd++)
             pair[j][odd] = moq_narrow_pair(dtype, g[0][odd], g[1][odd]);
     }
-    if (S::groups || a->form != G_TENSOR) {
+    if (S::groups || a->format != G_TENSOR) {
         stage_pairs(w->room, token, pair[0]);
         stage_pairs(w->room, token + 8, pair[1]);
     } else {
@@ -290,11 +288,11 @@ stage_g(const gemm_args *a, const output_path *w, const fast_silu *s, const term
     }
 }
 
-/* Stores parked g, 64 columns from `column` on: `count` tokens from row `row` on. */
+/* Stores staged g, 64 columns from `column` on: `count` tokens from row `row` on. */
 template <class S>
 static __device__ __forceinline__ void carry_g(const gemm_args *a, const output_path *w,
                                                int64_t row, int column, int end, int count) {
-    if (a->form == G_VALUES)
+    if (a->format == G_VALUES)
         carry_values<S>(&a->out, w->room, row, column, end, count);
     else if (S::groups)
         carry_groups<S>(a, w, row, column, count);
@@ -303,16 +301,15 @@ static __device__ __forceinline__ void carry_g(const gemm_args *a, const output_
                          end - column, count);
 }
 
-/* Writes 64 columns of g from `column` on, by a warpgroup: `gate` and `up` are sums of the products
- * with their rows, up the same as gate where there is none. They are used up. DTYPE is the layer's
- * where there is code for that alone. */
+/* Writes 64 columns of g from `column` on, by a warpgroup. `gate` and `up` are its sums, equal
+ * without a gate, and are overwritten. DTYPE is the layer's if the code is for one dtype. */
 template <class S, bool GATED, bool FAST, moq_dtype DTYPE>
 static __device__ __forceinline__ void write_g(const gemm_args *a, const place *p, int column,
                                                const output_path *w, const terms (&e)[2],
                                                float (&gate)[S::T / 2], float (&up)[S::T / 2]) {
     int group = threadIdx.x / 128, rows = p->rows.rows;
     moq_dtype dtype = DTYPE == MOQ_DT_NONE ? a->out.dtype : DTYPE;
-    float scale = !S::groups && a->form == G_TENSOR ? __frcp_rn(w->state->scale) : 1.0f;
+    float scale = !S::groups && a->format == G_TENSOR ? __frcp_rn(w->state->scale) : 1.0f;
     fast_silu s = fast_silu_of(&a->act);
 #pragma unroll 1
     for (int first = 0; first < rows; first += S::at_once) {
@@ -326,11 +323,11 @@ static __device__ __forceinline__ void write_g(const gemm_args *a, const place *
         move_down<S::at_once / 2>(gate);
         if (GATED)
             move_down<S::at_once / 2>(up);
-        barrier_sync(2 + group, 128); /* the room may be used again */
+        barrier_sync(2 + group, 128); /* the staging memory is free again */
     }
 }
 
-/* The same for whatever the activation is. */
+/* Calls write_g for the output dtype; activations without fast code use the generic one. */
 template <class S, bool GATED, bool FAST>
 static __device__ __forceinline__ void
 write_activated(const gemm_args *a, const place *p, int column, const output_path *w, terms (&e)[2],
@@ -351,8 +348,8 @@ write_activated(const gemm_args *a, const place *p, int column, const output_pat
 
 /* ---- d ---- */
 
-/* Stores 16 tokens of d in float32, where `left` of the tile's rows are from the first of them on:
- * eight threads have 64 bytes of a row. */
+/* Stores 16 tokens of d in float32, if as many of the tile's `left` rows remain: eight threads have
+ * 64 bytes of a row. */
 static __device__ __forceinline__ void store_d(const gemm_args *a, float *to, int left,
                                                const float (&value)[2][2][2]) {
 #pragma unroll
@@ -364,7 +361,7 @@ static __device__ __forceinline__ void store_d(const gemm_args *a, float *to, in
     }
 }
 
-/* Writes 64 columns of d from `column` on. The sums are used up, as by write_g. */
+/* Writes 64 columns of d from `column` on, and overwrites the sums. */
 template <class S>
 static __device__ __forceinline__ void write_d(const gemm_args *a, const place *p, int column,
                                                const output_path *w, const terms *e,
@@ -400,11 +397,12 @@ static __device__ __forceinline__ void write_d(const gemm_args *a, const place *
         if (!a->d)
             carry_values<S>(&a->out, w->room, p->rows.first + first, column, a->n,
                             min(S::at_once, rows - first));
-        barrier_sync(2 + group, 128); /* the room may be used again */
+        barrier_sync(2 + group, 128); /* the staging memory is free again */
     }
 }
 
-/* Writes what a warpgroup has of a tile, whose board is there. NEAR: is_fast. */
+/* Writes a warpgroup's outputs of a tile, whose epilogue operands are there. FAST: is_fast of the
+ * activation. */
 template <class S, product_use USE, bool FAST>
 static __device__ __forceinline__ void write_tile(const gemm_args *a, const place *p, int group,
                                                   const output_path *w, float (&sum)[2][S::T / 2]) {

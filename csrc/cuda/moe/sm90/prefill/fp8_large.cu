@@ -1,29 +1,29 @@
-/* FP8 experts of many tokens on Hopper in large tiles: 256 rows of an expert's W by up to 136 rows
- * of its tokens, where neither have scales of groups. Codes and sums are those of the small tiles
- * (sm90_moe_prefill_fp8.cu).
+/* FP8 experts for prefill on Hopper in large tiles, if neither W nor rows have scales of 128
+ * columns. Layouts, codes and sums are those of the small tiles (fp8.cu).
  *
- * Two blocks of a cluster have two tiles of the same rows of W, of which each copies half to both.
- * A warpgroup has a ring of its own for its 128 rows of W, and both share one for the tokens: so
- * one can be LAG steps ahead, and its outputs leave while the other multiplies, and the other's
- * while it does. Who is ahead stays ahead, as both do the same; the second begins that much later.
+ * Tile: 256 rows of an expert's W by up to 136 rows of its tokens. Two blocks of a cluster have two
+ * tiles of the same rows of W, of which each copies half to both. A warpgroup has a pipeline of its
+ * own for its 128 rows of W, and both share one for the tokens: one warpgroup can be LAG steps
+ * ahead, so that its epilogue runs while the other multiplies and the other way about. The first
+ * stays ahead, as both do the same; the second starts that much later.
  *
- * A step of 136 tokens takes the tensor cores 1088 cycles, and L2 has to deliver 33 kB, 23 bytes a
- * cycle of which it delivers to all multiprocessors at once: that bounds it. */
+ * Bound: a step of 136 tokens takes the tensor cores 1088 cycles, and L2 has to deliver 33 kB, 23
+ * bytes a cycle and multiprocessor, which is what it delivers to all of them at once. */
 #include "core/invariant.h"
 #include "cuda/device/wgmma.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_copies.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_fp8_outputs.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_launch.h"
+#include "cuda/moe/sm90/prefill/fp8_epilogue.h"
+#include "cuda/moe/sm90/prefill/fp8_mainloop.h"
+#include "cuda/moe/sm90/prefill/gemm.h"
 
 namespace moq::moe_prefill {
 
 #define LAG            3
 #define W_STAGES       3
 #define W_BOX          (WAVE_ROWS * 128)
-#define W_STAGE        (2 * W_BOX) /* of a warpgroup */
+#define W_STAGE        (2 * W_BOX) /* stage of a warpgroup */
 #define LARGE_BARRIERS (4 * W_STAGES + 2 * MANY_STAGES)
 
-/* Tiles of which N columns are multiplied. */
+/* Shape of large tiles of which N columns are multiplied. */
 template <int N> struct large_tile {
     static constexpr bool groups = false, pair = true;
     static constexpr int warpgroups = 2, T = N;
@@ -34,9 +34,9 @@ template <int N> struct large_tile {
 
 typedef large_tile<136> largest;
 
-/* ---- rings ---- */
+/* ---- pipelines ---- */
 
-/* Barriers of full stages: of W of a warpgroup, and of rows. Those of empty ones follow. */
+/* Returns the barriers of full stages of a warpgroup's W; those of empty stages follow. */
 static __device__ __forceinline__ uint32_t barriers_of_weights(uint32_t first, int group) {
     return first + (uint32_t)group * (16 * W_STAGES);
 }
@@ -45,7 +45,7 @@ static __device__ __forceinline__ uint32_t barriers_of_rows(uint32_t first) {
     return first + 32 * W_STAGES;
 }
 
-/* By all threads, before anything else. */
+/* Initializes the barriers; all threads call, first of all. */
 static __device__ __forceinline__ uint32_t make_large_barriers(const gemm_args *a,
                                                                uint64_t *memory) {
     uint32_t first = fixed_shared_address(memory), rows = barriers_of_rows(first);
@@ -61,11 +61,11 @@ static __device__ __forceinline__ uint32_t make_large_barriers(const gemm_args *
         }
         mbarrier_init_fence();
     }
-    cluster_sync(); /* the other block knows them, too */
+    cluster_sync(); /* visible to the other block */
     return first;
 }
 
-/* W of a warpgroup, a wave of this block's for both. */
+/* Copies a wave of a warpgroup's W to both blocks of the cluster. */
 template <product_use USE>
 static __device__ __forceinline__ void produce_half(const gemm_args *a, const CUtensorMap *map,
                                                     uint32_t pipeline, uint32_t full, int group) {
@@ -101,14 +101,15 @@ static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const 
 
 /* ---- products ---- */
 
-/* What a warpgroup takes steps from: barriers, and operands in the first stages. */
+/* A consumer warpgroup's pipelines: barriers, and operands of the first stages. */
 typedef struct {
     uint32_t weights, rows;
     uint64_t left, right;
     int stages;
 } large_pipeline;
 
-/* Where it is. Behind step `tell` of a tile the other one may begin, unless it is -1. */
+/* A consumer warpgroup's position. After step `tell` of a tile the other warpgroup may start,
+ * unless it is -1. */
 typedef struct {
     pipeline_state weights, rows;
     int tell;
@@ -151,18 +152,18 @@ static __device__ __forceinline__ void multiply_large(const large_pipeline *t, i
     at->tell = -1;
 }
 
-/* The way out of the next tile, and the board of the one after. */
+/* The output path of the next tile, and the epilogue operands of the one after. */
 typedef struct {
     output_path out;
     epilogue_operands *other;
 } large_paths;
 
-/* Where a tile is that may be behind the last one. */
-static __device__ __forceinline__ place place_near(const gemm_args *a, const tile_queue *q) {
+/* Returns the place of the queue's next tile, or of its last one. */
+static __device__ __forceinline__ place place_of_next(const gemm_args *a, const tile_queue *q) {
     return place_at<largest>(a, min(q->number, q->end - 1));
 }
 
-/* Asks for what a tile brings, by its warpgroup. */
+/* Loads the epilogue operands of a tile, by its warpgroup. */
 template <product_use USE>
 static __device__ __forceinline__ void
 prefetch_epilogue_operands(const gemm_args *a, const place *p, const output_path *w, int group) {
@@ -170,17 +171,18 @@ prefetch_epilogue_operands(const gemm_args *a, const place *p, const output_path
     copy_async_commit();
 }
 
-/* Makes the tile at *p, whose board was asked for, finds the next one of the queue meanwhile and
- * asks for its board, which has the place of the one before. NEAR: is_fast. */
+/* Makes the tile at *p, whose epilogue operands are on their way. Meanwhile it finds the next tile
+ * of the queue and loads its operands to the place of the previous tile's. FAST: is_fast of the
+ * activation. */
 template <class S, product_use USE, bool FAST>
 static __device__ __forceinline__ void make_tile(const gemm_args *a, const large_pipeline *t,
                                                  const tile_queue *q, place *p, large_place *at,
                                                  large_paths *w, int group) {
     float sum[2][S::T / 2] = {};
     multiply_large<S>(t, a->steps, at, sum);
-    place next = place_near(a, q);
+    place next = place_of_next(a, q);
     copy_async_wait<0>();
-    barrier_sync(2 + group, 128); /* which all have left the tile before */
+    barrier_sync(2 + group, 128); /* all threads have finished the tile before */
     output_path own = w->out;
     w->out.state = w->other;
     w->other = own.state;
@@ -190,12 +192,12 @@ static __device__ __forceinline__ void make_tile(const gemm_args *a, const large
     *p = next;
 }
 
-/* By the least products that have room for its rows. */
+/* Makes a tile with the narrowest products that hold its rows. */
 template <product_use USE>
 static __device__ __forceinline__ void
 make_fitting_tile(const gemm_args *a, const large_pipeline *t, const tile_queue *q, place *p,
                   large_place *at, large_paths *w, int group) {
-    int rows = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* the compiler sees it is one */
+    int rows = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* uniform */
     if (!is_fast<USE>(&a->act))
         make_tile<largest, USE, false>(a, t, q, p, at, w, group);
     else if (rows <= 64)
@@ -213,11 +215,11 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const large_p
                                                large_paths *w, int group) {
     large_place at = {{0, 0}, {0, 0}, group == 0 ? min(LAG, a->steps) - 1 : -1};
     wait_for_predecessor();
-    launch_dependents(); /* which know by then that the grouping is done */
+    launch_dependents(); /* the next kernel may rely on the groups */
     tile_queue q = tiles_of_block<largest>(a);
     if (q.number >= q.end)
         return;
-    place p = place_near(a, &q);
+    place p = place_of_next(a, &q);
     prefetch_epilogue_operands<USE>(a, &p, &w->out, group);
     if (group == 1)
         barrier_sync(1, 256);
@@ -238,7 +240,7 @@ static __global__ void __launch_bounds__(384, 1)
     uint32_t pipeline = fixed_shared_address(smem), of_rows = pipeline + 2 * W_STAGES * W_STAGE;
     uint32_t room = of_rows + a.stages * largest::stage;
     uint32_t first = make_large_barriers(&a, barrier), full = barriers_of_rows(first);
-    int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* the compiler sees it is one */
+    int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* uniform */
     if (warp < 8) {
         more_registers<232>();
         int group = warp / 4;
@@ -258,34 +260,34 @@ static __global__ void __launch_bounds__(384, 1)
             produce_tokens(&a, &r);
     }
     __syncwarp();
-    cluster_sync(); /* the other block may still copy to this one */
+    cluster_sync(); /* the other block may still copy into this one */
 }
 
 /* ---- launch ---- */
 
-/* As many stages of rows as fit. Dynamic shared memory is returned. */
+/* Sets the stages of rows that fit; returns the dynamic shared memory. */
 static int large_smem_layout(gemm_args *a, int limit) {
     int fixed = (LARGE_BARRIERS * 8 + 4 * (int)sizeof(epilogue_operands) + 1023) / 1024 * 1024;
     int always = 2 * W_STAGES * W_STAGE + 2 * OUT_ROOM;
     int stages = (limit - fixed - always) / largest::stage;
     a->stages = stages < MANY_STAGES ? stages : MANY_STAGES;
-    MOQ_ASSERT(a->stages >= LAG + 2); /* one ahead of who is ahead */
+    MOQ_ASSERT(a->stages >= LAG + 2); /* one more than the leading warpgroup needs */
     return a->stages * largest::stage + always;
 }
 
-moq_status multiply_fp8_large(const prefill_product *p, moq_err *err) {
-    const moe::expert_product *e = &p->product;
-    int64_t k = e->spec->in_features, n = e->spec->out_features;
+moq_status multiply_fp8_large(const moe::expert_product *p, moq_err *err) {
+    int64_t k = p->spec->in_features, n = p->spec->out_features;
     moq_cuda_device device;
     CUtensorMap weights, rows;
-    MOQ_TRY(moq_cuda_query_device(e->spec->device.index, &device, err));
+    MOQ_TRY(moq_cuda_query_device(p->spec->device.index, &device, err));
     gemm_args a = fp8_args_of(p);
     int shared = large_smem_layout(&a, device.shared_per_block);
-    MOQ_TRY(moq_tensor_map_pairs(&weights, e->weight->weight, p->moe->experts * n, k, k, err));
-    MOQ_TRY(moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k, k, largest::box_rows, err));
+    MOQ_TRY(
+        moq_tensor_map_pairs(&weights, p->weight->weight, p->call->spec->experts * n, k, k, err));
+    MOQ_TRY(moq_tensor_map_rows(&rows, p->rows->data, p->most_rows, k, k, largest::box_rows, err));
     const void *kernel[] = {(const void *)experts_fp8_large<OF_GATE_AND_UP>,
                             (const void *)experts_fp8_large<OF_ONE>,
-                            (const void *)experts_fp8_large<OF_D>}; /* by use */
+                            (const void *)experts_fp8_large<OF_D>}; /* by product_use */
     return launch(p, kernel[use_of(p)], &a, shared, &weights, &rows, 2, true, err);
 }
 

@@ -1,24 +1,26 @@
-/* How weights and rows of FP8 experts come to the tiles of sm90_moe_prefill_tile.h: a ring in
- * shared memory, which two threads fill by the copy engine.
+/* Producers of the FP8 prefill kernels of experts on Hopper: two threads fill a pipeline of steps
+ * with weights and rows by TMA.
  *
- * The one that copies W claims tiles for its block, each as late as the answer comes in time, and
- * tells the others: the memory serves blocks unequally, and whoever is served well has more of
- * them. Neighbouring tiles of rows, which may be of one expert, have each tile of W one after the
- * other: so it comes from memory once for them, and L2 may give it up before all else, without
- * which memory is slower by a tenth (docs/lab/experts-prefill.md).
+ * The thread that copies W is the dynamic tile scheduler of its block. It acquires each tile as
+ * late as the answer comes in time and publishes it to the others: memory serves blocks unequally,
+ * and a block that is served well makes more tiles. Neighbouring tiles of rows, often of one
+ * expert, have each tile of W one after the other. W comes from memory once for them, and L2 may
+ * evict it first; without that memory is slower by a tenth (docs/lab/experts-prefill.md).
  *
- * Of each 16 rows of W the even ones come before the odd ones (moq_tensor_map_pairs), so that the
- * two rows of a product that a thread has, eight apart, are neighbouring columns of the output. */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_COPIES_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_COPIES_H
+ * Layout: in each 16 rows of W the even ones come before the odd ones (moq_tensor_map_pairs), so
+ * that the two rows of a product that a thread has, eight apart, are neighbouring columns of the
+ * output. */
+#ifndef MOQ_CUDA_MOE_SM90_PREFILL_FP8_MAINLOOP_H
+#define MOQ_CUDA_MOE_SM90_PREFILL_FP8_MAINLOOP_H
 
-#include "cuda/moe/sm90/sm90_moe_prefill_tile.h"
+#include "cuda/moe/sm90/prefill/gemm.h"
 
 namespace moq::moe_prefill {
 
-/* ---- tiles ---- */
+/* ---- published tiles ---- */
 
-/* As place_at, in the order told above. */
+/* Returns the place of a tile in the order of the head: tiles of W alternate among TOGETHER tiles
+ * of rows. */
 static __device__ __forceinline__ place place_in_turn(const gemm_args *a, int number) {
     constexpr int TOGETHER = MOQ_MOE_PREFILL_TOGETHER;
     int all = TOGETHER * a->row_tiles, group = number / all, rest = number - group * all;
@@ -27,15 +29,15 @@ static __device__ __forceinline__ place place_in_turn(const gemm_args *a, int nu
     return {a->tiles[first + rest - along * tiles], along};
 }
 
-#define SCHEDULER_STAGES 4 /* that some may not have seen yet */
+#define SCHEDULER_STAGES 4 /* published tiles that some warps may not have read */
 
-/* In shared memory; and barriers: a place is there, everybody has seen it. */
+/* A queue of published tiles in shared memory, with barriers of full and empty places. */
 typedef struct {
-    int4 *place; /* expert, first row, rows, tile of W, which is -1 behind the last */
+    int4 *place; /* expert, first row, rows, tile of W; -1 after the last tile */
     uint32_t full, empty;
 } scheduler_queue;
 
-/* By the thread that claims. */
+/* Publishes a tile, by the thread that acquires tiles. */
 static __device__ __forceinline__ void publish_tile(const scheduler_queue *b, pipeline_state *at,
                                                     const place *p) {
     mbarrier_wait(b->empty + 8u * at->index, at->parity ^ 1);
@@ -44,7 +46,7 @@ static __device__ __forceinline__ void publish_tile(const scheduler_queue *b, pi
     advance(at, SCHEDULER_STAGES);
 }
 
-/* By the others, who then release b->empty. */
+/* Reads a published tile, by the other threads, which then arrive at b->empty. */
 static __device__ __forceinline__ place read_published_tile(const scheduler_queue *b,
                                                             const pipeline_state *at) {
     mbarrier_wait(b->full + 8u * at->index, at->parity);
@@ -52,14 +54,14 @@ static __device__ __forceinline__ place read_published_tile(const scheduler_queu
     return {{p.x, p.y, p.z}, p.w};
 }
 
-/* ---- rings ---- */
+/* ---- pipeline of weights ---- */
 
 typedef struct {
     const CUtensorMap *map;
-    uint32_t pipeline, full, empty; /* in shared memory; barriers of the stages */
+    uint32_t pipeline, full, empty; /* in shared memory: stages, and their barriers */
 } copy_pipeline;
 
-/* Steps of W of a tile, from `begin` to `end`. */
+/* Copies the steps `begin` to `end` of W of a tile. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void copy_weights(const gemm_args *a, const copy_pipeline *r,
                                                     const place *p, int begin, int end,
@@ -83,15 +85,15 @@ static __device__ __forceinline__ void copy_weights(const gemm_args *a, const co
     }
 }
 
-/* ---- claims ---- */
+/* ---- dynamic tile scheduler ---- */
 
-#define LEAD 4 /* steps of W before the end of a tile the next one is claimed */
+#define LEAD 4 /* steps of W before the end of a tile at which the next one is acquired */
 
 static __device__ __forceinline__ int acquire_tile(const gemm_args *a) {
     return (int)gridDim.x + atomicAdd(a->acquired, 1);
 }
 
-/* Tiles of more steps. */
+/* Copies W of tiles of more than LEAD steps. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void produce_long(const gemm_args *a, const copy_pipeline *r,
                                                     const scheduler_queue *scheduler,
@@ -107,7 +109,8 @@ static __device__ __forceinline__ void produce_long(const gemm_args *a, const co
     }
 }
 
-/* Tiles that end before a claim is answered: each is claimed two ahead, and found one ahead. */
+/* Copies W of shorter tiles, which end before the counter answers: each is acquired two ahead, and
+ * found one ahead. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void produce_short(const gemm_args *a, const copy_pipeline *r,
                                                      const scheduler_queue *scheduler,
@@ -144,18 +147,18 @@ static __device__ __forceinline__ void produce_weights(const gemm_args *a, const
     publish_tile(scheduler, &at, &none);
 }
 
-/* ---- rows ---- */
+/* ---- pipeline of rows ---- */
 
-/* Waits until the first product has written the g of a tile's rows, by ordinary stores, which the
- * copy engine then reads for this thread. */
+/* Waits until the first product has written the g of a tile's rows by ordinary stores. TMA then
+ * reads them for this thread. */
 static __device__ __forceinline__ void await_rows(const gemm_args *a, const place *p) {
     while (load_acquire(a->written + p->rows.first) < a->writers)
         ;
     fence_async_proxy_of_memory();
 }
 
-/* The steps of rows of a tile, in boxes of S::box_rows, as many as there are rows. `scales` is
- * where those of groups go, in the first stage. */
+/* Copies all steps of a tile's rows, in boxes of S::box_rows, as many as there are rows. `scales`
+ * is the place of group scales in the first stage. */
 template <class S>
 static __device__ __forceinline__ void copy_rows(const gemm_args *a, const copy_pipeline *r,
                                                  uint32_t scales, const place *p,
@@ -200,21 +203,21 @@ static __device__ __forceinline__ void produce_rows(const gemm_args *a, const co
 
 /* ---- barriers ---- */
 
-/* Weights are there, rows are there, both may be replaced. */
+/* Barriers of the pipeline: weights full, rows full, both empty. */
 typedef struct {
     uint32_t weights, rows, empty;
 } pipeline_barriers;
 
 #define PIPELINE_BARRIERS (3 * MANY_STAGES + 2 * SCHEDULER_STAGES)
 
-/* Where those of claims are. */
+/* Returns the scheduler's queue, whose barriers follow the pipeline's. */
 static __device__ __forceinline__ scheduler_queue scheduler_queue_at(const pipeline_barriers *b,
                                                                      int4 *places) {
     uint32_t full = b->empty + 8 * MANY_STAGES;
     return {places, full, full + 8 * SCHEDULER_STAGES};
 }
 
-/* By all threads, before anything else. */
+/* Initializes the barriers; all threads call, first of all. */
 template <class S>
 static __device__ __forceinline__ pipeline_barriers make_barriers(const gemm_args *a,
                                                                   uint64_t *memory) {
@@ -238,7 +241,7 @@ static __device__ __forceinline__ pipeline_barriers make_barriers(const gemm_arg
     return b;
 }
 
-/* The threads that copy. `scales` is as for produce_rows. */
+/* Runs the producer threads; `scales` is passed to produce_rows. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void produce(const gemm_args *a, const copy_pipeline *weights,
                                                const copy_pipeline *rows, uint32_t scales,

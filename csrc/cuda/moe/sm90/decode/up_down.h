@@ -1,34 +1,34 @@
-/* The two kernels for experts with few tokens on Hopper, whatever the format of weights, in the
- * form that takes every K; sm90_moe_decode_split_k.h has the other one. For each slot s of a token
- * t, e its expert:
+/* Decode kernels of experts on Hopper, general form: one kernel for W13 and one for W2, any K, any
+ * weight format. split_k.h has the form with split-K fixed at compile time, fused.h the form with
+ * both products in one kernel. For each slot s of a token t, e its expert:
  *
  *   up    g[s] = rounded(act(W13[e] x[t] + b13[e]))
  *   down  y[t] = rounded(out[t] + sum_s w[s] (W2[e] g[s] + b2[e]))
  *
- * x, g and y are bfloat16 or float16. What bounds both is the weights of the experts that have a
- * slot, each read once for up to 8 slots. At one token it is the start of a kernel, the way from
- * the router's ids to the first weight, and the way from one kernel to the next. So:
+ * Layouts: x [tokens, H], g [slots, I] and y [tokens, H], bfloat16 or float16; W13 and W2 as a
+ * format F has them, in slabs of 16 rows by blocks of K. Tile: 1 or 2 slabs by up to 8 slots of an
+ * expert, eight warps, two blocks a multiprocessor.
  *
- * - Every block finds the experts and their slots by itself from the ids (sm90_moe_decode.h): there
- * is no kernel that groups, and no number of chunks that the host would have to know.
- * - Gate and up rows of the same numbers are multiplied by the same warp, so that a lane has both
- *   sums of an output and activates it at once. In the second kernel a block, or a cluster of them,
- *   has some slabs of all experts: what becomes of the slots of a token meets in shared memory and
- *   is added in the order of slots. No sum depends on timing.
- * - A warp has a ring of stages that it fills itself with bulk copies, and waits for nothing else;
- *   x, or g, comes from the caches into registers, a stage ahead.
- * - A block takes half of a multiprocessor. The second kernel starts when the first has waited for
- *   the ids (programmatic launch), so that it may read them: it fills its rings with weights while
- *   the first still works, and waits only before it reads g.
+ * Bound: reading the weights of experts that have a slot, once for up to 8 slots. At one token the
+ * bound is latency: kernel start, from ids to the first weight, from one kernel to the next. So:
  *
- * A format F has the weights: slabs of 16 rows by blocks of K, what a stage has of them, what a
- * lane has of x in a stage, and the products. sm90_moe_nvfp4_decode.cu and sm90_moe_fp8_decode.cu
- * have one each. */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_KERNELS_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_KERNELS_H
+ * - Every block finds experts and slots from the ids (scheduler.h). No kernel groups them, and the
+ *   host needs no number of chunks.
+ * - One warp multiplies gate and up rows of the same numbers, so a lane has both sums of an output
+ *   and activates it at once. In `down` a block or a cluster has some slabs of all experts; the
+ *   slots of a token meet in shared memory and are added in their order. No sum depends on timing.
+ * - A warp fills its own pipeline with bulk copies and waits for nothing else. x or g comes from
+ *   the caches into registers, a stage ahead.
+ * - `down` starts by PDL when `up` has waited for the ids. It fills its pipelines with weights
+ *   while `up` still works, and waits only before it reads g.
+ *
+ * A format F defines the weights of a stage, a lane's columns of x in a stage, and the products:
+ * fp8.cu and nvfp4.cu have one each. */
+#ifndef MOQ_CUDA_MOE_SM90_DECODE_UP_DOWN_H
+#define MOQ_CUDA_MOE_SM90_DECODE_UP_DOWN_H
 
 #include "cuda/moe/expert_activation.h"
-#include "cuda/moe/sm90/sm90_moe_decode.h"
+#include "cuda/moe/sm90/decode/scheduler.h"
 #include "cuda/runtime/launch.h"
 
 namespace moq::moe_decode {
@@ -38,37 +38,37 @@ namespace moq::moe_decode {
 /* The stack of a weight. */
 typedef struct {
     const uint8_t *weight;
-    const void *weight_scale;         /* of FP8 by blocks: [experts, block rows, blocks of K] */
+    const void *weight_scale;         /* FP8 block scales [experts, block rows, blocks of K] */
     const float *output_scale, *bias; /* [experts, rows], or NULL */
-    const float *input_scale;         /* [experts, parts], or NULL */
+    const float *input_scale;         /* [experts, partitions], or NULL */
     int64_t expert_bytes;
-    int rows, columns, blocks; /* of an expert; blocks of K */
-    int slab_bytes;            /* of packed weights */
-    int parts, part_blocks;    /* partitions, and block rows of each */
+    int rows, columns, blocks;             /* sizes of an expert; blocks of K */
+    int slab_bytes;                        /* bytes of a packed slab */
+    int partition_count, partition_blocks; /* partitions, and block rows of each */
 } stack;
 
-/* A number that kernels divide by, and floor((2^32 - 1) / by). */
+/* A divisor and floor((2^32 - 1) / by). */
 typedef struct {
     int by;
     uint32_t inverse;
 } divisor;
 
-/* What both kernels need. */
+/* Arguments that both kernels share. */
 typedef struct {
-    CUtensorMap map; /* of the weight, where a format copies boxes */
+    CUtensorMap map; /* map of the weight, if a format copies boxes */
     routing route;
     stack w;
     const void *x; /* up: [tokens, H]; down: g, [slots, I] */
     int64_t x_stride;
-    float *maxima; /* [slots, pairs]: of |g|, where a format needs them */
+    float *maxima; /* [slots, pairs]: maxima of |g|, if a format needs them */
     int pairs;     /* slabs of I */
     int stages, staged_at, scales_at, weights_at;
-    /* Where warps have slices: warps that share K, stages on their way at once at the beginning,
-     * and how work is shared out: blocks of the kernel, items of a chunk, and stages of an item. */
+    /* Split-K: log2 of the warps that share K, and stages in flight at the start. Divisors: blocks
+     * of the grid, items of a chunk, stages of an item. */
     int log_splits, flight;
     divisor by_blocks, by_items, by_stages;
-    bool weighted;         /* the kernel needs the router's weights: */
-    bool weights_on_input; /* the first does here, the second elsewhere */
+    bool weighted;         /* the kernel needs the router's weights, */
+    bool weights_on_input; /* which the first kernel does if they are on the input */
 } common_args;
 
 typedef struct {
@@ -85,7 +85,7 @@ typedef struct {
     int tokens, slabs, log_cluster;
     int sums_at;
     bool accumulate;
-    float *d; /* [slots, H], where a kernel of its own adds up the slots of a token */
+    float *d; /* [slots, H], if a third kernel adds the slots of a token */
 } down_args;
 
 /* Barriers of a block. */
@@ -94,32 +94,32 @@ typedef struct {
     uint64_t staged[WARPS];
 } barriers;
 
-/* What a warp has of a kernel. Its stages have the slabs `slab` + i * `slab_step` + the walk's row,
- * i < slabs. */
+/* A warp's view of a kernel. Its stages have the slabs `slab` + i * `slab_step` + the walk's row, i
+ * < slabs. */
 typedef struct {
     const common_args *a;
     tables t;
     work own;
     int warp, lane;
     int slab, slab_step, slabs;
-    int slab_pitch; /* bytes from one to the next, of packed weights */
+    int slab_pitch; /* bytes from slab to slab of packed weights */
     uint32_t pipeline, full;
     uint64_t policy;
-    float *scale;  /* of x, by place among the sorted slots, where tokens have one */
-    float *weight; /* of slots, where they are needed */
-} warp_parts;
+    float *scale;  /* token scales of x, by place among the sorted slots */
+    float *weight; /* router weights of slots, if the kernel needs them */
+} warp_state;
 
-/* A row of x for the lane: of the slot that is its column of the products. Columns without a slot
- * have one that there is; what comes of them nobody reads. */
+/* A row of x for the lane: the slot that is its column of the products. Columns without a slot
+ * repeat one whose sums nobody reads. */
 typedef struct {
     const uint8_t *row;
-    uint32_t chunk; /* the word */
-    int place;      /* among the sorted slots */
-    float weight;   /* where it is on the input */
-    float scale;    /* that x is quantized by, where an expert has one and it was asked for early */
+    uint32_t chunk; /* packed by chunk_word */
+    int place;      /* place among the sorted slots */
+    float weight;   /* router weight, if it is on the input */
+    float scale;    /* scale that quantizes x, if an expert has one and it was loaded early */
 } column;
 
-/* The stage that is filled next; the target is the format's. */
+/* The next stage to fill; the format defines the target. */
 template <class F> struct feed {
     walk at;
     typename F::target target;
@@ -134,14 +134,14 @@ template <class F> struct row_scales {
 
 /* ---- a warp ---- */
 
-template <class F> static __device__ __forceinline__ void aim(const warp_parts *p, feed<F> *f) {
+template <class F> static __device__ __forceinline__ void aim(const warp_state *p, feed<F> *f) {
     if (f->at.piece > 0)
         F::aim(p, f->at, expert_of_chunk(p->t.chunk[f->at.chunk]), &f->target);
 }
 
-/* Fills a stage where there is something left. */
+/* Fills a stage if work is left. */
 template <class F>
-static __device__ __forceinline__ void fill_stage(const warp_parts *p, feed<F> *f, int stage) {
+static __device__ __forceinline__ void fill_stage(const warp_state *p, feed<F> *f, int stage) {
     if (f->at.piece == 0)
         return;
     int blocks = min(F::stage_blocks, f->at.piece);
@@ -156,7 +156,7 @@ static __device__ __forceinline__ void fill_stage(const warp_parts *p, feed<F> *
 }
 
 template <class F>
-static __device__ __forceinline__ void fill_pipeline(const warp_parts *p, feed<F> *f) {
+static __device__ __forceinline__ void fill_pipeline(const warp_state *p, feed<F> *f) {
     f->at = walk_of(&p->own, p->warp);
     f->target = {};
     aim(p, f);
@@ -166,7 +166,7 @@ static __device__ __forceinline__ void fill_pipeline(const warp_parts *p, feed<F
 }
 
 template <class F, bool UP>
-static __device__ __forceinline__ column column_of(const warp_parts *p, const walk *at) {
+static __device__ __forceinline__ column column_of(const warp_state *p, const walk *at) {
     column c = {};
     if (at->piece == 0)
         return c;
@@ -180,8 +180,8 @@ static __device__ __forceinline__ column column_of(const warp_parts *p, const wa
     return c;
 }
 
-/* 16 bytes of x or g. */
-static __device__ __forceinline__ uint4 load_part(const uint8_t *from) {
+/* Loads 16 bytes of x or g. */
+static __device__ __forceinline__ uint4 load_vector(const uint8_t *from) {
     uint4 v;
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -189,7 +189,7 @@ static __device__ __forceinline__ uint4 load_part(const uint8_t *from) {
     return v;
 }
 
-/* rounded(x * w), two at a time. */
+/* Multiplies x by a router weight and rounds, two values at a time. */
 template <int WORDS>
 static __device__ __forceinline__ void weigh(uint4 *x, moq_dtype dtype, float weight) {
 #pragma unroll
@@ -200,19 +200,19 @@ static __device__ __forceinline__ void weigh(uint4 *x, moq_dtype dtype, float we
     }
 }
 
-/* A stage of a warp: what it multiplies, whose x is in registers, and whose comes next. */
+/* A stage of a warp: its operands, with x in registers, and the next stage's x. */
 typedef struct {
-    int blocks, next_blocks; /* of K */
+    int blocks, next_blocks; /* blocks of K */
     int next_block, next_row;
     column own, next;
     uint32_t stage, bar;
     int parity;
 } stage_view;
 
-/* The way of a warp through its part, from filled stages on. At the beginning of an item `begin`
- * asks for what its end needs, and `finish` gets that, the item's row, chunk and sums. */
+/* Multiplies a warp's share, from filled stages on. At the start of an item `begin` loads the
+ * operands of its epilogue; `finish` gets these, the item's row, chunk and sums. */
 template <class F, bool UP, class BEGIN, class FINISH>
-static __device__ __forceinline__ void multiply_items(const warp_parts *p, feed<F> *f,
+static __device__ __forceinline__ void multiply_items(const warp_state *p, feed<F> *f,
                                                       float *staged, uint32_t staged_bar,
                                                       BEGIN begin, FINISH finish) {
     walk at = walk_of(&p->own, p->warp);
@@ -255,12 +255,12 @@ static __device__ __forceinline__ void multiply_items(const warp_parts *p, feed<
             advance(&place, p->a->stages);
         }
         if (!whole) {
-            leave_sums<4 * F::slabs>(staged + p->warp * (4 * F::slabs * 32), &sum[0][0][0],
-                                     p->lane);
+            stage_partial_sums<4 * F::slabs>(staged + p->warp * (4 * F::slabs * 32), &sum[0][0][0],
+                                             p->lane);
             warp_releases<false>(staged_bar + 8u * p->warp);
         } else {
-            collect_sums<4 * F::slabs>(&p->own, staged, staged_bar, p->warp, p->own.blocks - done,
-                                       &sum[0][0][0], p->lane);
+            add_partial_sums<4 * F::slabs>(&p->own, staged, staged_bar, p->warp,
+                                           p->own.blocks - done, &sum[0][0][0], p->lane);
             finish(at.row, own.chunk, sum, found);
         }
         if (ahead.piece == 0)
@@ -270,10 +270,10 @@ static __device__ __forceinline__ void multiply_items(const warp_parts *p, feed<
     }
 }
 
-/* The barriers of a warp made ready, and its place in the block. */
+/* Initializes a warp's barriers and finds its place in the block. */
 template <class F>
 static __device__ __forceinline__ void open_warp(const common_args *a, uint8_t *shared,
-                                                 barriers *bar, warp_parts *p) {
+                                                 barriers *bar, warp_state *p) {
     p->a = a;
     p->t = tables_of(&a->route, shared, 0);
     p->warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
@@ -290,20 +290,20 @@ static __device__ __forceinline__ void open_warp(const common_args *a, uint8_t *
     mbarrier_init_fence();
 }
 
-/* There for everybody after group_slots. */
-static __device__ __forceinline__ void load_weights(const warp_parts *p) {
+/* Loads the router's weights, which all threads see after group_slots. */
+static __device__ __forceinline__ void load_weights(const warp_state *p) {
     for (int i = (int)threadIdx.x; p->a->weighted && i < p->a->route.slots; i += (int)blockDim.x)
         p->weight[i] = weight_of_slot(&p->a->route, i);
 }
 
-/* Dynamic shared memory from where the format's boxes may lie. */
+/* Aligns dynamic shared memory as the format's boxes need it. */
 template <class F> static __device__ __forceinline__ uint8_t *aligned(uint8_t *shared) {
     return shared + (-shared_address(shared) & (F::alignment - 1));
 }
 
 /* ---- outputs ---- */
 
-/* Activations that few models have are out of line. */
+/* Applies the activation; rare ones are out of line. */
 static __device__ __noinline__ float activate_rarely(const moe::activation *a, float gate,
                                                      float up) {
     return moe::activate(a, gate, up);
@@ -318,14 +318,14 @@ static __device__ __forceinline__ float activate_inline(const moe::activation *a
     return moe::activate(&silu, gate, up);
 }
 
-/* The lane's row g + 8 h of slab i, of an item's row. */
+/* Returns the lane's row g + 8 h of slab i, in an item's row. */
 template <class F>
-static __device__ __forceinline__ int row_of(const warp_parts *p, int row, int i, int h) {
+static __device__ __forceinline__ int row_of(const warp_state *p, int row, int i, int h) {
     return (p->slab + i * p->slab_step + row) * SLAB + p->lane / 4 + 8 * h;
 }
 
 template <class F>
-static __device__ __forceinline__ row_scales<F> scales_of_rows(const warp_parts *p, int row,
+static __device__ __forceinline__ row_scales<F> scales_of_rows(const warp_state *p, int row,
                                                                uint32_t chunk) {
     const stack *w = &p->a->w;
     row_scales<F> s = {};
@@ -343,9 +343,10 @@ static __device__ __forceinline__ row_scales<F> scales_of_rows(const warp_parts 
     return s;
 }
 
-/* The linear's output of a lane's sum: row g + 8 h of slab i, column 2 t + c of the chunk. */
+/* Returns the linear's output of a lane's sum: row g + 8 h of slab i, column 2 t + c of the
+ * chunk. */
 template <class F>
-static __device__ __forceinline__ float output_of(const warp_parts *p, const row_scales<F> &s,
+static __device__ __forceinline__ float output_of(const warp_state *p, const row_scales<F> &s,
                                                   const sums<F> &sum, int row, int i, int h, int c,
                                                   uint32_t chunk) {
     const stack *w = &p->a->w;
@@ -360,13 +361,13 @@ static __device__ __forceinline__ float output_of(const warp_parts *p, const row
 }
 
 template <class F>
-static __device__ __forceinline__ void store_pair(const up_args *a, const warp_parts *p, int row,
+static __device__ __forceinline__ void store_pair(const up_args *a, const warp_state *p, int row,
                                                   uint32_t chunk, const sums<F> &sum,
                                                   const row_scales<F> &s) {
 #pragma unroll
     for (int c = 0; c < 2; c++) {
         if (c >= slots_of_chunk(chunk))
-            break; /* nobody has such a column */
+            break; /* no lane has such a column */
         int i = p->lane % 4 * 2 + c;
         bool meant = i < slots_of_chunk(chunk);
         int64_t slot = meant ? p->t.sorted[first_of_chunk(chunk) + i] : 0;
@@ -382,7 +383,7 @@ static __device__ __forceinline__ void store_pair(const up_args *a, const warp_p
                 to[8 * h] = (uint16_t)value;
             most = max(most, value & 0x7fff);
         }
-        if (F::scaled_tokens) { /* over g of the lanes that have the column */
+        if (F::scaled_tokens) { /* maximum over the lanes that have the column */
 #pragma unroll
             for (int lanes = 4; lanes < 32; lanes *= 2)
                 most = max(most, __shfl_xor_sync(ALL_LANES, most, lanes));
@@ -392,10 +393,9 @@ static __device__ __forceinline__ void store_pair(const up_args *a, const warp_p
     }
 }
 
-/* Gives what experts make of slots to the blocks that add up their rows: [slots][rows of a block].
- */
+/* Sends the outputs of slots to the blocks that add their rows: [slots][rows of a block]. */
 template <class F>
-static __device__ __forceinline__ void give_sums(const down_args *a, const warp_parts *p,
+static __device__ __forceinline__ void give_sums(const down_args *a, const warp_state *p,
                                                  uint32_t to, uint32_t chunk, const sums<F> &sum,
                                                  const row_scales<F> &s) {
     const int rows = F::slabs * SLAB >> a->log_cluster;
@@ -418,9 +418,9 @@ static __device__ __forceinline__ void give_sums(const down_args *a, const warp_
     }
 }
 
-/* y of the block's rows, from `first` on, in the order of slots. */
+/* Writes y of the block's rows from `first` on, added in the order of slots. */
 template <class F>
-static __device__ __forceinline__ void combine(const down_args *a, const warp_parts *p,
+static __device__ __forceinline__ void combine(const down_args *a, const warp_state *p,
                                                const float *sums, int first) {
     const int rows = F::slabs * SLAB >> a->log_cluster, top_k = a->common.route.top_k;
     for (int i = (int)threadIdx.x; i < a->tokens * rows; i += THREADS) {
@@ -441,12 +441,12 @@ static __device__ __forceinline__ void combine(const down_args *a, const warp_pa
 
 /* ---- scales of tokens ---- */
 
-/* The slots of the block's items, by place. */
+/* The range of sorted slots that the block's items have. */
 typedef struct {
     int begin, end;
 } places_of_block;
 
-static __device__ __forceinline__ places_of_block block_places(const warp_parts *p) {
+static __device__ __forceinline__ places_of_block block_places(const warp_state *p) {
     places_of_block b = {0, 0};
     int items = p->own.steps / p->own.blocks;
     if (items == 0)
@@ -458,8 +458,8 @@ static __device__ __forceinline__ places_of_block block_places(const warp_parts 
     return b;
 }
 
-/* From all of x, a warp for a slot. */
-template <class F> static __device__ __forceinline__ void find_token_scales(const warp_parts *p) {
+/* Finds token scales from all of x, a warp for a slot. */
+template <class F> static __device__ __forceinline__ void find_token_scales(const warp_state *p) {
     places_of_block b = block_places(p);
     for (int place = b.begin + p->warp; place < b.end; place += WARPS) {
         int slot = p->t.sorted[place], token = slot / p->a->route.top_k;
@@ -481,8 +481,8 @@ template <class F> static __device__ __forceinline__ void find_token_scales(cons
     __syncthreads();
 }
 
-/* From the maxima of g that the first kernel left. */
-static __device__ __forceinline__ void find_slot_scales(const warp_parts *p) {
+/* Finds token scales from the maxima of g that the first kernel stored. */
+static __device__ __forceinline__ void find_slot_scales(const warp_state *p) {
     places_of_block b = block_places(p);
     for (int place = b.begin + p->warp; place < b.end; place += WARPS) {
         const float *from = p->a->maxima + p->t.sorted[place] * p->a->pairs;
@@ -506,11 +506,11 @@ static __global__ void __launch_bounds__(THREADS, 2)
     uint8_t *shared = aligned<F>(dynamic);
     const up_args *a = &args;
     const common_args *common = &args.common;
-    warp_parts p;
+    warp_state p;
     open_warp<F>(common, shared, &bar, &p);
     int64_t place = open_tables<false>(&common->route, &p.t);
     wait_for_predecessor();
-    launch_dependents(); /* not before: who comes next counts on the ids */
+    launch_dependents(); /* not before: the next kernel relies on the ids */
     load_weights(&p);
     group_slots<false>(&common->route, &p.t, place);
     uint32_t items = (uint32_t)(*p.t.chunks * common->pairs);
@@ -542,12 +542,12 @@ static __global__ void __launch_bounds__(THREADS, 2)
     const down_args *a = &args;
     const common_args *common = &args.common;
     launch_dependents();
-    warp_parts p;
+    warp_state p;
     open_warp<F>(common, shared, &bar, &p);
     int64_t place = open_tables<false>(&common->route, &p.t);
     if (a->log_cluster)
         cluster_arrive();
-    /* The kernel before has waited for the ids before it let this one start. */
+    /* The kernel before waited for the ids before it let this one start. */
     load_weights(&p);
     group_slots<false>(&common->route, &p.t, place);
     int rank = (int)blockIdx.x & ((1 << a->log_cluster) - 1);
@@ -594,7 +594,7 @@ static inline routing routing_of(const moq_moe_call *call, const moq_moe_decode_
     return r;
 }
 
-/* All but what depends on the format: blocks, bytes and the map. */
+/* Fills the arguments, except blocks, bytes and the map, which depend on the format. */
 static inline common_args common_of(const moq_moe_call *call, const moq_moe_decode_half *half,
                                     const moq_linear_spec *layer, const moq_moe_weight *w) {
     common_args c = {};
@@ -606,8 +606,8 @@ static inline common_args common_of(const moq_moe_call *call, const moq_moe_deco
     c.w.input_scale = w->input_scale;
     c.w.rows = (int)layer->out_features;
     c.w.columns = (int)layer->in_features;
-    c.w.parts = layer->partition_count;
-    c.w.part_blocks = (int)((layer->partition[0] + 127) / 128);
+    c.w.partition_count = layer->partition_count;
+    c.w.partition_blocks = (int)((layer->partition[0] + 127) / 128);
     c.pairs = (int)(call->spec->w2.in_features / SLAB);
     c.maxima = (float *)((uint8_t *)call->workspace +
                          moq_moe_decode_inner_bytes(call->spec, call->tokens));

@@ -1,30 +1,29 @@
-/* The kernels for experts with few tokens on Hopper where warps have slices of K that are known
- * when the kernel is compiled (sm90_moe_decode_kernels.h says what is computed).
+/* Decode kernels of experts on Hopper with split-K fixed at compile time (up_down.h has formulas
+ * and layouts). Tile: 1 or 2 slabs of 16 rows by up to 8 slots; eight warps are one, two or four
+ * groups that split K.
  *
- * From two tokens on they read weights at three quarters to nine tenths of the memory's speed;
- * what else there is is the way from the ids to the first products, and from one kernel to the next
+ * Bound: from two tokens on, weights are read at three quarters to nine tenths of the memory's
+ * speed. The rest is latency from the ids to the first products and from kernel to kernel
  * (docs/lab/experts-decode.md). So:
  *
- * - A slice has BLOCKS blocks of K, and its products no branch. Where K is no multiple of the
- *   slices the last ones overlap, with zeros of x. A stage is a slab by a slice or a part of it.
- * - What a stage is filled with is found by lanes for 32 stages at once, each lane one of them,
- *   which then asks for it: filling a ring is a few instructions a stage.
- * - Copies that are on their way together arrive together, the first as late as the last. So a
- *   fresh ring is not asked for at once, but `flight` stages, and another whenever one has come.
- * - In the first kernel WARPS, or half of them, or a quarter, share K: a group. What a warp has of
- *   x, the slots of a chunk by its slice, stays in registers for all items of the chunk. A group's
- *   sums of an item meet in shared memory, where each of its warps adds up some slots while the
- *   next item is multiplied, in the order of the slices.
- * - Up to 32 slots every warp groups them for itself, and none waits for another.
+ * - A warp's K range has BLOCKS blocks and its products no branch. If K is no multiple of the
+ *   ranges, the last ones overlap, with zeros of x. A stage is a slab by a range or by a part of
+ *   it.
+ * - Lanes find what stages are filled with, 32 stages at once, one a lane. The lane then issues its
+ *   copy: filling the pipeline takes a few instructions a stage.
+ * - Copies that are in flight together arrive together, the first as late as the last. So a fresh
+ *   pipeline starts with `flight` stages, and issues another one whenever one has come.
+ * - The x of a warp, slots of a chunk by its K range, stays in registers for all items of a chunk.
+ *   Partial sums of an item meet in shared memory, where each warp of the group adds some slots
+ *   while the next item is multiplied, in the order of the K ranges.
+ * - Up to 32 slots, every warp groups them for itself and none waits for another.
  *
- * The second kernel is as the first: items of two slabs leave d, float32 [slots, H], and a third
- * kernel adds up the slots of a token, so that g is read once a block, not once a slab.
- *
- * A format F has what a lane asks for, columns of x, and the products of a stage. */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_SPLIT_K_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_SPLIT_K_H
+ * `down` works like `up`: items of two slabs leave d, float32 [slots, H], and a third kernel adds
+ * the slots of a token, so that g is read once a block, not once a slab. */
+#ifndef MOQ_CUDA_MOE_SM90_DECODE_SPLIT_K_H
+#define MOQ_CUDA_MOE_SM90_DECODE_SPLIT_K_H
 
-#include "cuda/moe/sm90/sm90_moe_decode_kernels.h"
+#include "cuda/moe/sm90/decode/up_down.h"
 
 namespace moq::moe_decode {
 
@@ -32,52 +31,52 @@ namespace moq::moe_decode {
 #define MAX_GROUPS WARPS
 #define STAGED     MOQ_MOE_DECODE_STAGED
 static_assert(1 << LOG_WARPS == WARPS, "a power of two");
-static_assert(STAGED == 3, "as multiply_slices has it");
+static_assert(STAGED == 3, "as multiply_splits has it");
 
 typedef struct {
     uint64_t full[WARPS * MAX_STAGES];
     uint64_t staged[MAX_GROUPS][STAGED];
 } split_barriers;
 
-/* ---- who does what ---- */
+/* ---- shares of warps ---- */
 
-/* What a warp has: a slice, and every `step`th item from one on. */
+/* A warp's share: a K range, and every `step`th item from the first on. */
 typedef struct {
-    int parts, part; /* that share an item's K */
-    int nominal;     /* the first block of K that is the warp's, */
-    int begin;       /* and of its slice, which may overlap the one before */
+    int splits, rank; /* warps that split an item's K, and the number of this one */
+    int nominal;      /* first block of K of the warp alone */
+    int begin;        /* first block of its K range, which may overlap the one before */
     int first, step, items;
-    int row_slabs;        /* from the first slab of an item to that of the next */
-    uint32_t stage_bytes; /* of the ring */
-    uint32_t sums;        /* of the group, parked: [PARKED][parts][slabs][32 lanes] float4 */
-    uint32_t staged;      /* its barriers */
-} split;
+    int row_slabs;        /* distance of the first slabs of consecutive items */
+    uint32_t stage_bytes; /* bytes of a pipeline stage */
+    uint32_t sums;        /* partial sums of the group: [STAGED][splits][slabs][32 lanes] float4 */
+    uint32_t staged;      /* barriers of the partial sums */
+} split_share;
 
-/* n / d->by, n being less than 2^31. */
+/* Returns n / d->by for n below 2^31. */
 static __device__ __forceinline__ int divide(int n, const divisor *d) {
-    int quotient = (int)__umulhi((uint32_t)n, d->inverse); /* at most one less */
+    int quotient = (int)__umulhi((uint32_t)n, d->inverse); /* at most one too small */
     return quotient + (n - quotient * d->by >= d->by);
 }
 
-/* A stage that is multiplied: where it is, its barrier, and its number among the warp's. */
+/* A stage to multiply: its offset, its barrier, and its number among the warp's. */
 typedef struct {
     uint32_t at, bar;
     int parity, number;
 } split_stage;
 
-/* An item: the first of some slabs, and the chunk. */
+/* An item: a row of slabs, and the chunk. */
 typedef struct {
     int row, chunk;
 } item_place;
 
-static __device__ __forceinline__ item_place place_of_item(const warp_parts *p, int item) {
+static __device__ __forceinline__ item_place place_of_item(const warp_state *p, int item) {
     item_place at;
     at.chunk = divide(item, &p->a->by_items);
     at.row = item - at.chunk * p->a->by_items.by;
     return at;
 }
 
-static __device__ __forceinline__ void next_item(const warp_parts *p, const split *s,
+static __device__ __forceinline__ void next_item(const warp_state *p, const split_share *s,
                                                  item_place *at) {
     at->row += s->step;
     while (at->row >= p->a->by_items.by) {
@@ -86,10 +85,11 @@ static __device__ __forceinline__ void next_item(const warp_parts *p, const spli
     }
 }
 
-/* The barriers of a warp made ready, and its place in the block. */
+/* Initializes a warp's barriers and finds its place in the block. */
 template <class F>
 static __device__ __forceinline__ void open_split(const common_args *a, uint8_t *shared,
-                                                  split_barriers *bar, warp_parts *p, split *s) {
+                                                  split_barriers *bar, warp_state *p,
+                                                  split_share *s) {
     p->a = a;
     p->warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
     p->lane = (int)threadIdx.x % 32;
@@ -101,23 +101,23 @@ static __device__ __forceinline__ void open_split(const common_args *a, uint8_t 
     p->scale = (float *)(shared + a->scales_at);
     p->weight = (float *)(shared + a->weights_at);
     p->slabs = F::slabs;
-    s->parts = 1 << a->log_splits;
-    s->part = p->warp & (s->parts - 1);
-    s->nominal = s->part * F::blocks;
+    s->splits = 1 << a->log_splits;
+    s->rank = p->warp & (s->splits - 1);
+    s->nominal = s->rank * F::blocks;
     s->begin = min(s->nominal, a->w.blocks - F::blocks);
     int group = p->warp >> a->log_splits;
     s->sums = shared_address(shared + a->staged_at) +
-              (uint32_t)(group * STAGED * s->parts * F::slabs * 512);
+              (uint32_t)(group * STAGED * s->splits * F::slabs * 512);
     s->staged = shared_address(bar->staged[group]);
     if (p->lane < a->stages)
         mbarrier_init(p->full + 8u * p->lane, 1);
-    if (s->part == 0 && p->lane < STAGED)
-        mbarrier_init(s->staged + 8u * p->lane, (uint32_t)(WARP_ARRIVALS * s->parts));
+    if (s->rank == 0 && p->lane < STAGED)
+        mbarrier_init(s->staged + 8u * p->lane, (uint32_t)(WARP_ARRIVALS * s->splits));
     mbarrier_init_fence();
 }
 
-/* The group's of all items, the block's being as even a share as any. */
-static __device__ __forceinline__ void share_items(warp_parts *p, split *s) {
+/* Shares the items: equally among blocks, then among the groups of a block. */
+static __device__ __forceinline__ void share_items(warp_state *p, split_share *s) {
     const divisor *blocks = &p->a->by_blocks;
     int items = *p->t.chunks * p->a->by_items.by, each = divide(items, blocks);
     int block = (int)blockIdx.x, more = items - each * blocks->by;
@@ -129,9 +129,9 @@ static __device__ __forceinline__ void share_items(warp_parts *p, split *s) {
     s->items = max(count - group + s->step - 1, 0) >> log_groups;
 }
 
-/* ---- the ring ---- */
+/* ---- the pipeline ---- */
 
-/* What the lane asks for next: stage `number` of the warp's, if there are so many. */
+/* The next stage that the lane fills: stage `number` of the warp's, if there are so many. */
 template <class F> struct lane_feed {
     int number, all;
     typename F::split_target target;
@@ -139,11 +139,11 @@ template <class F> struct lane_feed {
 
 /* Finds the target of the lane's stage. */
 template <class F>
-static __device__ __forceinline__ void aim_lane(const warp_parts *p, const split *s,
+static __device__ __forceinline__ void aim_lane(const warp_state *p, const split_share *s,
                                                 lane_feed<F> *f) {
     if (f->number >= f->all)
         return;
-    constexpr int stages = F::blocks / F::stage_blocks; /* of a slice */
+    constexpr int stages = F::blocks / F::stage_blocks; /* stages of a K range */
     int index = divide(f->number, &p->a->by_stages);
     int rest = f->number - index * p->a->by_stages.by, piece = rest / stages;
     item_place at = place_of_item(p, s->first + index * s->step);
@@ -153,15 +153,16 @@ static __device__ __forceinline__ void aim_lane(const warp_parts *p, const split
 }
 
 template <class F>
-static __device__ __forceinline__ void fill_place(const warp_parts *p, const split *s,
+static __device__ __forceinline__ void fill_place(const warp_state *p, const split_share *s,
                                                   const lane_feed<F> *f, int place) {
     F::fill_split_stage(p, &f->target, p->pipeline + (uint32_t)place * s->stage_bytes,
                         p->full + 8u * place);
 }
 
-/* Fills as many stages of a fresh ring as may be on their way. */
+/* Fills the first `flight` stages of a fresh pipeline. */
 template <class F>
-static __device__ __forceinline__ lane_feed<F> fill_split(const warp_parts *p, const split *s) {
+static __device__ __forceinline__ lane_feed<F> fill_split(const warp_state *p,
+                                                          const split_share *s) {
     lane_feed<F> f = {p->lane, s->items * p->a->by_stages.by, {}};
     aim_lane(p, s, &f);
     if (p->lane < min(p->a->flight, f.all))
@@ -170,10 +171,11 @@ static __device__ __forceinline__ lane_feed<F> fill_split(const warp_parts *p, c
     return f;
 }
 
-/* Waits for a stage, and fills another of a ring that is still fresh. */
+/* Waits for a stage, and fills another one while the pipeline is fresh. */
 template <class F>
-static __device__ __forceinline__ void
-await_stage(const warp_parts *p, const split *s, const lane_feed<F> *f, const split_stage *stage) {
+static __device__ __forceinline__ void await_stage(const warp_state *p, const split_share *s,
+                                                   const lane_feed<F> *f,
+                                                   const split_stage *stage) {
     mbarrier_wait(stage->bar, stage->parity);
     int next = stage->number + p->a->flight;
     if (next < p->a->stages) {
@@ -183,11 +185,11 @@ await_stage(const warp_parts *p, const split *s, const lane_feed<F> *f, const sp
     }
 }
 
-/* Fills the place of stage `number`, which has been multiplied; lanes go on, half of them at a
- * time: there are never more stages than that. */
+/* Refills the place of the consumed stage `number`. Lanes advance half of them at a time: there are
+ * never more stages than that. */
 template <class F>
-static __device__ __forceinline__ void refill(const warp_parts *p, const split *s, lane_feed<F> *f,
-                                              int number, int place) {
+static __device__ __forceinline__ void refill(const warp_state *p, const split_share *s,
+                                              lane_feed<F> *f, int number, int place) {
     int next = number + p->a->stages;
     warp_meets();
     if (p->lane == next % 32 && next < f->all)
@@ -198,12 +200,12 @@ static __device__ __forceinline__ void refill(const warp_parts *p, const split *
     }
     __syncwarp();
 }
-static_assert(MAX_STAGES <= 16, "a half of the lanes has more stages than the ring");
+static_assert(MAX_STAGES <= 16, "a half of the lanes has more stages than the pipeline");
 
-/* A slab by the warp's slice: its sums, and the ring goes on. */
+/* Multiplies a slab by the warp's K range into `sum`, and advances the pipeline. */
 template <class F>
 static __device__ __forceinline__ void
-multiply_slab(const warp_parts *p, const split *s, lane_feed<F> *f,
+multiply_slab(const warp_state *p, const split_share *s, lane_feed<F> *f,
               const typename F::places &places, const typename F::split_columns &x,
               pipeline_state *place, int *number, float (&sum)[4]) {
 #pragma unroll
@@ -223,9 +225,9 @@ multiply_slab(const warp_parts *p, const split *s, lane_feed<F> *f,
 
 /* ---- x ---- */
 
-/* The lane's column of a chunk. */
+/* Finds the lane's column of a chunk. */
 template <class F, bool UP>
-static __device__ __forceinline__ column column_of_chunk(const warp_parts *p, uint32_t chunk) {
+static __device__ __forceinline__ column column_of_chunk(const warp_state *p, uint32_t chunk) {
     column c = {};
     c.chunk = chunk;
     c.place = first_of_chunk(chunk) + min(p->lane / 4, slots_of_chunk(chunk) - 1);
@@ -238,14 +240,14 @@ static __device__ __forceinline__ column column_of_chunk(const warp_parts *p, ui
     return c;
 }
 
-/* ---- sums of a group ---- */
+/* ---- partial sums of a group ---- */
 
-/* Where the warp leaves a lane's sums of a slab: lanes change places, and in every other slab
- * neighbouring columns, such that 16 rows of two slabs in one column meet no bank twice. */
+/* Stages a lane's partial sums of a slab. Lanes change places, and in every other slab neighbouring
+ * columns, so that 16 rows of two slabs in one column meet no bank twice. */
 template <class F>
-static __device__ __forceinline__ void stage_sums(const warp_parts *p, const split *s, int index,
-                                                  const float (&sum)[F::slabs][4]) {
-    uint32_t to = s->sums + (uint32_t)((index % STAGED * s->parts + s->part) * F::slabs * 512 +
+static __device__ __forceinline__ void stage_sums(const warp_state *p, const split_share *s,
+                                                  int index, const float (&sum)[F::slabs][4]) {
+    uint32_t to = s->sums + (uint32_t)((index % STAGED * s->splits + s->rank) * F::slabs * 512 +
                                        (p->lane ^ p->lane / 8) * 16);
 #pragma unroll
     for (int i = 0; i < F::slabs; i++)
@@ -255,18 +257,19 @@ static __device__ __forceinline__ void stage_sums(const warp_parts *p, const spl
     warp_releases<false>(s->staged + 8u * (index % STAGED));
 }
 
-/* The sum of all parts in a column: lane i has row i % 16 of slab i / 16, if there are two. */
+/* Returns the sum over split-K in a column: lane i has row i % 16 of slab i / 16, if there are
+ * two. */
 template <class F>
-static __device__ __forceinline__ float sum_of_column(const warp_parts *p, const split *s,
+static __device__ __forceinline__ float sum_of_column(const warp_state *p, const split_share *s,
                                                       int index, int c) {
     int g = p->lane % 8, slab = p->lane / 16 * (F::slabs - 1);
-    uint32_t from = s->sums + (uint32_t)((index % STAGED * s->parts * F::slabs + slab) * 512 +
+    uint32_t from = s->sums + (uint32_t)((index % STAGED * s->splits * F::slabs + slab) * 512 +
                                          ((4 * g + c / 2) ^ g / 2) * 16 + p->lane / 8 % 2 * 8 +
                                          (c % 2 ^ slab) * 4);
     float value[WARPS];
 #pragma unroll
     for (int i = 0; i < WARPS; i++)
-        value[i] = i < s->parts
+        value[i] = i < s->splits
                        ? __uint_as_float(load_shared_word(from + (uint32_t)(i * F::slabs * 512)))
                        : 0;
 #pragma unroll
@@ -277,21 +280,22 @@ static __device__ __forceinline__ float sum_of_column(const warp_parts *p, const
     return value[0];
 }
 
-/* The lane's row of an item. */
+/* Returns the lane's row of an item. */
 template <class F>
-static __device__ __forceinline__ int row_of_lane(const warp_parts *p, const split *s,
+static __device__ __forceinline__ int row_of_lane(const warp_state *p, const split_share *s,
                                                   const item_place *at) {
     int slab = at->row * s->row_slabs + p->lane / 16 * (F::slabs - 1) * p->slab_step;
     return slab * SLAB + p->lane % 16;
 }
 
-/* What the lane's row is multiplied by in the end, asked for early. */
+/* Factors of the lane's row, loaded early. */
 typedef struct {
     float row, expert;
 } lane_factor;
 
 template <class F>
-static __device__ __forceinline__ lane_factor factor_of_lane(const warp_parts *p, const split *s,
+static __device__ __forceinline__ lane_factor factor_of_lane(const warp_state *p,
+                                                             const split_share *s,
                                                              const item_place *at, int expert) {
     const stack *w = &p->a->w;
     int n = row_of_lane<F>(p, s, at);
@@ -301,25 +305,25 @@ static __device__ __forceinline__ lane_factor factor_of_lane(const warp_parts *p
     return f;
 }
 
-/* ---- the way through items whose K warps share ---- */
+/* ---- items with split-K ---- */
 
 /* Waits for the sums of all warps of the group. */
-static __device__ __forceinline__ void await_sums(const split *s, int index) {
+static __device__ __forceinline__ void await_sums(const split_share *s, int index) {
     mbarrier_wait(s->staged + 8u * (index % STAGED), index / STAGED & 1);
 }
 
-/* Adds up the slots of the group's item `index` that are this warp's; `finish` gets the column of
- * the chunk, and of each lane its row and the linear's output. */
+/* Adds the warp's slots of the group's item `index` over split-K. `finish` gets the column of the
+ * chunk, and of each lane its row and the linear's output. */
 template <class F, class FINISH>
-static __device__ __forceinline__ void meet_sums(const warp_parts *p, const split *s, int index,
-                                                 const item_place *at, uint32_t chunk,
-                                                 const lane_factor &found, FINISH finish) {
+static __device__ __forceinline__ void reduce_sums(const warp_state *p, const split_share *s,
+                                                   int index, const item_place *at, uint32_t chunk,
+                                                   const lane_factor &found, FINISH finish) {
     const stack *w = &p->a->w;
-    int slots = slots_of_chunk(chunk), c = (s->part - index) & (s->parts - 1);
+    int slots = slots_of_chunk(chunk), c = (s->rank - index) & (s->splits - 1);
     if (c < slots)
         await_sums(s, index);
 #pragma unroll 1
-    for (; c < slots; c += s->parts) {
+    for (; c < slots; c += s->splits) {
         int n = row_of_lane<F>(p, s, at), expert = expert_of_chunk(chunk);
         float factor = found.expert * found.row;
         if (F::scaled_tokens)
@@ -331,11 +335,11 @@ static __device__ __forceinline__ void meet_sums(const warp_parts *p, const spli
     }
 }
 
-/* From filled stages on. A warp parks its sums of an item when it has read what is its of the item
- * before. So who has waited for all of an item knows that the one before has been read, and there
- * is room for it again: of three places, that of the next item. */
+/* Multiplies all items, from filled stages on. A warp stages its sums of an item after it has read
+ * its share of the item before. So when all sums of an item are there, the one before has been
+ * read; its place, of three, is free for the next item. */
 template <class F, bool UP, class FINISH>
-static __device__ __forceinline__ void multiply_splits(const warp_parts *p, const split *s,
+static __device__ __forceinline__ void multiply_splits(const warp_state *p, const split_share *s,
                                                        lane_feed<F> *f, FINISH finish) {
     if (s->items == 0)
         return;
@@ -359,7 +363,7 @@ static __device__ __forceinline__ void multiply_splits(const warp_parts *p, cons
         found = factor_of_lane<F>(p, s, &at, expert_of_chunk(chunk));
         float sum[F::slabs][4];
 #pragma unroll 1
-        for (int slab = 0; slab < F::slabs; slab++) { /* one piece of code for both */
+        for (int slab = 0; slab < F::slabs; slab++) { /* one copy of the code for both */
 #pragma unroll
             for (int j = 0; j < 4 && F::slabs == 2; j++)
                 sum[0][j] = slab ? sum[F::slabs - 1][j] : 0;
@@ -368,18 +372,18 @@ static __device__ __forceinline__ void multiply_splits(const warp_parts *p, cons
         if (i > 1)
             await_sums(s, i - 2);
         if (i > 0)
-            meet_sums<F>(p, s, i - 1, &before, chunk_before, found_before, finish);
+            reduce_sums<F>(p, s, i - 1, &before, chunk_before, found_before, finish);
         stage_sums<F>(p, s, i, sum);
         before = at;
         chunk_before = chunk;
         found_before = found;
         next_item(p, s, &at);
     }
-    meet_sums<F>(p, s, s->items - 1, &before, chunk_before, found_before, finish);
+    reduce_sums<F>(p, s, s->items - 1, &before, chunk_before, found_before, finish);
 }
 
 template <class F>
-static __device__ __forceinline__ void store_g(const up_args *a, const warp_parts *p,
+static __device__ __forceinline__ void store_g(const up_args *a, const warp_state *p,
                                                const item_place *at, int place, float value) {
     float up = F::slabs == 2 ? __shfl_down_sync(ALL_LANES, value, 16) : 1;
     int64_t slot = p->t.sorted[place];
@@ -401,15 +405,15 @@ static __global__ void __launch_bounds__(THREADS, 2)
     uint8_t *shared = aligned<F>(dynamic);
     const up_args *a = &args;
     const common_args *common = &args.common;
-    warp_parts p;
-    split s;
+    warp_state p;
+    split_share s;
     open_split<F>(common, shared, &bar, &p, &s);
     p.slab_step = common->pairs;
     s.row_slabs = 1;
     touch_parameter(args);
     int64_t place = open_tables<true>(&common->route, &p.t);
     wait_for_predecessor();
-    launch_dependents(); /* not before: who comes next counts on the ids */
+    launch_dependents(); /* not before: the next kernel relies on the ids */
     load_weights(&p);
     group_slots<true>(&common->route, &p.t, place);
     share_items(&p, &s);
@@ -432,13 +436,13 @@ static __global__ void __launch_bounds__(THREADS, 2)
     const down_args *a = &args;
     const common_args *common = &args.common;
     launch_dependents();
-    warp_parts p;
-    split s;
+    warp_state p;
+    split_share s;
     open_split<F>(common, shared, &bar, &p, &s);
     p.slab_step = 1;
     s.row_slabs = F::slabs;
     int64_t place = open_tables<true>(&common->route, &p.t);
-    group_slots<true>(&common->route, &p.t, place); /* as in moe_decode_down */
+    group_slots<true>(&common->route, &p.t, place); /* the kernel before has waited for the ids */
     share_items(&p, &s);
     lane_feed<F> f = fill_split<F>(&p, &s);
     wait_for_predecessor();
@@ -454,7 +458,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
 
 #define SUM_THREADS 256
 
-/* y of a token's columns from d, in the order of slots. */
+/* Writes y of a token's columns from d, added in the order of slots. */
 template <moq_dtype DT>
 static __global__ void __launch_bounds__(SUM_THREADS)
     moe_decode_sum(const __grid_constant__ down_args args) {
@@ -464,7 +468,7 @@ static __global__ void __launch_bounds__(SUM_THREADS)
     const routing *r = &args.common.route;
     int first = (int)blockIdx.x * r->top_k, lane = (int)threadIdx.x;
     launch_dependents();
-    /* The ids, and what they are beside, were there before the first of the three kernels began. */
+    /* Ids, map and weights were complete before the first of the three kernels started. */
     if (lane < r->top_k) {
         counts[lane] = expert_of_slot(r, first + lane) >= 0;
         weight[lane] = a->common.weighted ? weight_of_slot(r, first + lane) : 1.0f;
@@ -485,12 +489,12 @@ static __global__ void __launch_bounds__(SUM_THREADS)
 }
 
 static inline moq_status launch_sum(const moq_moe_call *call, down_args *down, moq_err *err) {
-    unsigned parts = (unsigned)((down->common.w.rows + SUM_THREADS - 1) / SUM_THREADS);
+    unsigned blocks = (unsigned)((down->common.w.rows + SUM_THREADS - 1) / SUM_THREADS);
     moq_launch launch = {.what = "the sum over slots",
                          .kernel = call->spec->w13.dtype == MOQ_DT_F16
                                        ? (const void *)moe_decode_sum<MOQ_DT_F16>
                                        : (const void *)moe_decode_sum<MOQ_DT_BF16>,
-                         .grid = dim3((unsigned)call->tokens, parts),
+                         .grid = dim3((unsigned)call->tokens, blocks),
                          .block = dim3(SUM_THREADS),
                          .stream = (cudaStream_t)call->stream,
                          .pdl = true};
@@ -503,7 +507,7 @@ static inline divisor divisor_of(int by) {
     return d;
 }
 
-/* Both kernels, or all three. */
+/* Launches both kernels, or with split-K all three. */
 static inline moq_status launch_all(const moq_moe_call *call, const moq_moe_decode_share *share,
                                     const char *what, const void *up_kernel, up_args *up,
                                     const void *down_kernel, down_args *down, moq_err *err) {

@@ -1,13 +1,12 @@
-/* Parts of the kernels for experts with few tokens on Hopper (sm90_moe_nvfp4_decode.cu, whose head
- * says how they work together): which expert a slot has, slots in chunks of one expert, and who of
- * the warps does which part of them.
+/* Routing and scheduling inside the decode kernels of experts on Hopper: the expert of each slot,
+ * chunks of slots, and the share of each warp.
  *
- * A chunk is up to 8 slots of one expert, the columns of a product. An item is a chunk by some rows
- * of its expert's weight; warps share out the blocks of K of all items of a block as one sequence,
- * as evenly as can be, so that an item may be spread over warps that follow each other. The warp
- * that has its first part adds up the rest, which the others leave in shared memory. */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_DECODE_H
+ * A chunk is up to 8 slots of one expert, the columns of an mma. An item is a chunk by some rows of
+ * its expert's weight. The blocks of K of all items of a block form one sequence that warps share
+ * evenly, so that an item may be split over consecutive warps. The warp with its first blocks of K
+ * adds the partial sums that the others stage in shared memory. */
+#ifndef MOQ_CUDA_MOE_SM90_DECODE_SCHEDULER_H
+#define MOQ_CUDA_MOE_SM90_DECODE_SCHEDULER_H
 
 #include "cuda/choice/moe_decode.h"
 #include "cuda/device/load.h"
@@ -24,26 +23,26 @@ namespace moq::moe_decode {
 
 /* ---- slots ---- */
 
-/* What the router says, and where tables of it lie in shared memory. */
+/* The router's tensors, and offsets of the tables in shared memory. */
 typedef struct {
-    moe::slot_tensor ids, weights; /* of int32 or int64, and of float32 */
+    moe::slot_tensor ids, weights; /* int32 or int64, and float32 */
     const int32_t *map;            /* [global_experts], or NULL */
     int global_experts, experts, top_k, slots;
     moq_moe_decode_tables at;
 } routing;
 
-/* The tables: of each slot its expert, or -1 where it does not count; slots by expert; chunks; of
- * each expert how many slots it has, and then where they begin. */
+/* Tables in shared memory: the expert of each slot, or -1 if it does not count; slots by expert;
+ * chunks; the number of slots of each expert, later where they begin. */
 typedef struct {
     int32_t *expert;
     uint16_t *sorted;
     uint32_t *chunk;
     uint32_t *count;
     uint16_t *within; /* [groups of 32 slots][experts]: slots of an expert in a group */
-    int32_t *chunks;  /* how many there are */
+    int32_t *chunks;  /* number of chunks */
 } tables;
 
-/* Those of a warp: where there are no more slots than lanes it may have its own. */
+/* Returns the tables of a warp: with at most 32 slots a warp may have its own. */
 static __device__ __forceinline__ tables tables_of(const routing *r, uint8_t *shared, int warp) {
     tables t;
     shared += r->slots <= 32 ? warp * r->at.pitch : 0;
@@ -56,7 +55,7 @@ static __device__ __forceinline__ tables tables_of(const routing *r, uint8_t *sh
     return t;
 }
 
-/* A chunk in a word. */
+/* Packs a chunk into a word. */
 static __device__ __forceinline__ uint32_t chunk_word(int expert, int first, int slots) {
     return (uint32_t)expert << 16 | (uint32_t)first << 4 | (uint32_t)slots;
 }
@@ -72,20 +71,20 @@ static __device__ __forceinline__ int slots_of_chunk(uint32_t word) {
 static_assert(MOQ_MOE_DECODE_SLOTS <= 0x1000 && CHUNK <= 15 && MOQ_MOE_DECODE_EXPERTS <= 0x10000,
               "a chunk fits a word");
 
-/* Where the id of a slot lies, in elements. */
+/* Returns the offset of a slot's id, in elements. */
 static __device__ __noinline__ int64_t place_of_id(const routing *r, int slot) {
     int token = slot / r->top_k;
     return moe::slot_offset(&r->ids, token, slot - token * r->top_k);
 }
 
-/* Read past the first cache, which may know an older state: a block may be here before what the
- * router wrote. */
+/* Loads an id past L1, which may hold an older state: a block may start before the router has
+ * written. */
 static __device__ __forceinline__ int64_t id_at(const routing *r, int64_t place) {
     return r->ids.dtype == MOQ_DT_I64 ? (int64_t)__ldcg((const long long *)r->ids.data + place)
                                       : (int64_t)__ldcg((const int *)r->ids.data + place);
 }
 
-/* The local expert that an id names, or -1 where it does not count. */
+/* Returns the local expert of an id, or -1 if the slot does not count. */
 static __device__ __forceinline__ int expert_of_id(const routing *r, int64_t id) {
     if (id < 0 || id >= r->global_experts)
         return -1;
@@ -107,7 +106,7 @@ static __device__ __noinline__ float weight_of_slot(const routing *r, int slot) 
                   moe::slot_offset(&r->weights, token, slot - token * r->top_k));
 }
 
-/* The sum of the lanes up to this one. */
+/* Returns the sum of the lanes up to this one. */
 static __device__ __forceinline__ uint32_t sum_up_to(uint32_t value, int lane) {
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
@@ -117,14 +116,13 @@ static __device__ __forceinline__ uint32_t sum_up_to(uint32_t value, int lane) {
     return value;
 }
 
-/* What an expert of so many slots adds to the numbers of chunks, in the upper half, and of slots.
- */
+/* Packs an expert's number of chunks, in the upper half, and of slots. */
 static __device__ __forceinline__ uint32_t tally_of(int slots) {
     return (uint32_t)((slots + CHUNK - 1) / CHUNK) << 16 | (uint32_t)slots;
 }
 
-/* Chunks of at most 32 slots, a lane each, whose ids are at `at`: experts in the order of their
- * first slots. */
+/* Makes the tables of at most 32 slots, a lane each, whose ids are at `at`: experts in the order of
+ * their first slots. */
 static __device__ __forceinline__ void group_lanes(const routing *r, const tables *t, int64_t at,
                                                    int lane) {
     int expert = lane < r->slots ? expert_at(r, at) : -1;
@@ -145,8 +143,8 @@ static __device__ __forceinline__ void group_lanes(const routing *r, const table
         *t->chunks = (int)(all >> 16);
 }
 
-/* Counts the slots of each expert among 32 that follow each other, a warp's lanes: what is kept of
- * a slot is its expert and how many this has before it. */
+/* Counts the slots of each expert among 32 consecutive ones, a warp's lanes, and keeps of a slot
+ * its expert and rank there. */
 static __device__ __forceinline__ void count_lanes(const routing *r, const tables *t, int group,
                                                    int lane) {
     int slot = 32 * group + lane, expert = slot < r->slots ? expert_of_slot(r, slot) : -1;
@@ -158,7 +156,8 @@ static __device__ __forceinline__ void count_lanes(const routing *r, const table
         t->within[group * r->experts + expert] = (uint16_t)__popc(same);
 }
 
-/* Of an expert: counts within groups become how many are in groups before; their sum. */
+/* Replaces an expert's counts in groups of 32 slots by the counts of earlier groups; returns the
+ * sum. */
 static __device__ __forceinline__ int sum_groups(const routing *r, const tables *t, int groups,
                                                  int expert) {
     int sum = 0;
@@ -172,7 +171,7 @@ static __device__ __forceinline__ int sum_groups(const routing *r, const tables 
     return sum;
 }
 
-/* Chunks of all experts in their order; counts become where the slots of an expert begin. */
+/* Makes the chunks of all experts in their order; counts become the first slot of an expert. */
 static __device__ __forceinline__ void chunk_experts(const routing *r, const tables *t, int lane) {
     uint32_t total = 0;
     for (int first = 0; first < r->experts; first += 32) {
@@ -189,8 +188,8 @@ static __device__ __forceinline__ void chunk_experts(const routing *r, const tab
         *t->chunks = (int)(total >> 16);
 }
 
-/* What of the tables can be made before the ids are there: counts are clear. Returns where the id
- * of the lane's slot lies, where there are no more slots than lanes. All threads. */
+/* Prepares the tables before the ids are there: clears counts. Returns the offset of the id of the
+ * lane's slot, if there are at most 32. All threads call. */
 template <bool EVERY_WARP>
 static __device__ __forceinline__ int64_t open_tables(const routing *r, const tables *t) {
     int lane = (int)threadIdx.x % 32, groups = (r->slots + 31) / 32;
@@ -206,8 +205,8 @@ static __device__ __forceinline__ int64_t open_tables(const routing *r, const ta
     return place;
 }
 
-/* Makes the tables from what open_tables returned; all threads. Where there are no more slots than
- * lanes each warp has made its own, or has waited for the first. */
+/* Makes the tables from the result of open_tables; all threads call. With at most 32 slots each
+ * warp makes its own, or waits for the first. */
 template <bool EVERY_WARP>
 static __device__ __forceinline__ void group_slots(const routing *r, const tables *t,
                                                    int64_t place) {
@@ -242,24 +241,23 @@ static __device__ __forceinline__ void group_slots(const routing *r, const table
     __syncthreads();
 }
 
-/* ---- who does what ---- */
+/* ---- shares of warps ---- */
 
-/* How the items of a block lie: `per_chunk` follow each other in a chunk, each of `blocks` blocks
- * of K. */
+/* The items of a block: `per_chunk` consecutive ones in a chunk, each of `blocks` blocks of K. */
 typedef struct {
-    int begin, steps; /* the first item, and blocks of K of all */
+    int begin, steps; /* begin: the first item; steps: blocks of K of all items */
     int per_chunk, blocks;
 } work;
 
-/* A warp on its way through its part, piece by piece: what it has of an item. */
+/* A warp's position in its share, which consists of pieces of items. */
 typedef struct {
-    int left;       /* blocks of K of the pieces behind this one */
-    int piece;      /* of this one, from `block` of the item on; 0 at the end */
-    int block, row; /* `row` of the chunk's items */
+    int left;       /* blocks of K of later pieces */
+    int piece;      /* blocks of K of this piece, from `block` of the item on; 0 at the end */
+    int block, row; /* row: number among the chunk's items */
     int chunk;
 } walk;
 
-/* Where the parts of the warps begin. */
+/* Returns the first block of K of a warp's share. */
 static __device__ __forceinline__ int first_step(const work *w, int warp) {
     return (int)((uint32_t)w->steps * (uint32_t)warp / WARPS);
 }
@@ -276,7 +274,7 @@ static __device__ __forceinline__ walk walk_of(const work *w, int warp) {
     return a;
 }
 
-/* Goes on to the next piece. */
+/* Advances to the next piece. */
 static __device__ __forceinline__ void walk_on(const work *w, walk *a) {
     a->block = 0;
     if (++a->row == w->per_chunk) {
@@ -287,22 +285,24 @@ static __device__ __forceinline__ void walk_on(const work *w, walk *a) {
     a->left -= a->piece;
 }
 
-/* ---- sums of an item that is spread over warps ---- */
+/* ---- partial sums of items that warps split ---- */
 
-/* Where the sums of a warp's first part lie, COUNT of each lane, if its item began in another. */
+/* Stages the partial sums of a warp's first piece, COUNT of each lane, if its item began in another
+ * warp. */
 template <int COUNT>
-static __device__ __forceinline__ void leave_sums(float *staged, const float *sum, int lane) {
+static __device__ __forceinline__ void stage_partial_sums(float *staged, const float *sum,
+                                                          int lane) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
         staged[i * 32 + lane] = sum[i];
 }
 
-/* Adds what the warps behind have of an item of which `missing` blocks are theirs, in their order.
- */
+/* Adds the partial sums of later warps, in their order, for an item of which they have `missing`
+ * blocks. */
 template <int COUNT>
-static __device__ __forceinline__ void collect_sums(const work *w, const float *staged,
-                                                    uint32_t barriers, int warp, int missing,
-                                                    float *sum, int lane) {
+static __device__ __forceinline__ void add_partial_sums(const work *w, const float *staged,
+                                                        uint32_t barriers, int warp, int missing,
+                                                        float *sum, int lane) {
 #pragma unroll 1
     while (missing > 0) {
         warp++;
@@ -318,9 +318,9 @@ static __device__ __forceinline__ void collect_sums(const work *w, const float *
     }
 }
 
-/* ---- numbers that are asked for early ---- */
+/* ---- early loads ---- */
 
-/* Not moved to where it is used. */
+/* Loads now: the compiler does not move the load to its use. */
 static __device__ __forceinline__ float load_early(const float *from) {
     float value;
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));

@@ -1,32 +1,35 @@
-/* Outputs of NVFP4 experts on Hopper for many tokens. What a warpgroup has of them turns around in
+/* Epilogue of the NVFP4 prefill kernels of experts on Hopper. Outputs of a warpgroup are staged in
  * shared memory: g, 32 or 64 columns of 16 bits of each row, is stored from there by its threads;
- * d, 64 columns of bfloat16 or, in layers of float16, float32, by the copy engine, which still
- * stores under the products of the next tile. Small tiles store d from registers. The code for g
- * goes round some rows at a time, so that it stays in the instructions' cache
- * (docs/lab/experts-prefill.md). */
-#ifndef MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_NVFP4_OUTPUTS_H
-#define MOQ_CUDA_MOE_SM90_SM90_MOE_PREFILL_NVFP4_OUTPUTS_H
+ * d, 64 columns of bfloat16 or, in layers of float16, float32, by TMA under the products of the
+ * next tile. Small tiles store d from registers. The code for g loops over some rows at a time, so
+ * that it stays in the instruction cache (docs/lab/experts-prefill.md). */
+#ifndef MOQ_CUDA_MOE_SM90_PREFILL_NVFP4_EPILOGUE_H
+#define MOQ_CUDA_MOE_SM90_PREFILL_NVFP4_EPILOGUE_H
 
-#include "cuda/moe/sm90/sm90_moe_prefill_nvfp4_tile.h"
+#include "cuda/moe/sm90/prefill/gemm.h"
 
 namespace moq::moe_prefill {
 
-/* The first column of the output of a wave of a warpgroup. */
+/* Bytes that warps of gate and of up hand each other of 16 rows, in a warpgroup. */
+#define HANDED   2048
+#define D_PIECES 3 /* staged pieces of d of a warpgroup */
+
+/* Returns the first output column of a warpgroup's wave. */
 template <class S>
 static __device__ __forceinline__ int column_of_wave(const place *p, int group, int wave) {
     int column = p->along * S::columns + group * S::columns_of_wave;
     return S::gated ? column : column + wave * S::warpgroups * WAVE_ROWS;
 }
 
-/* Factors and biases of the two rows of W, 8 apart, that a thread has sums of in a wave. Factors
- * without that of the decoder: memory has time until the sums are there (complete). */
+/* Loads factors and biases of the two rows of W, 8 apart, whose sums a thread has in a wave.
+ * complete() adds the decoder's factor, so that memory has time until the sums are there. */
 template <class S>
 static __device__ __forceinline__ terms find_terms(const gemm_args *a, const place *p, int group,
                                                    int wave) {
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     int column = column_of_wave<S>(p, group, wave) + (S::mixed ? warp % 2 : warp) * 16 + lane / 4;
     int of_up = S::mixed ? warp / 2 : S::gated ? wave : 0;
-    terms e = {{0.0f, 0.0f}, {-0.0f, -0.0f}}; /* whoever adds -0 adds nothing */
+    terms e = {{0.0f, 0.0f}, {-0.0f, -0.0f}}; /* adding -0 changes nothing */
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         int64_t at = (int64_t)p->rows.expert * a->n + of_up * a->half + column + 8 * i;
@@ -39,7 +42,7 @@ static __device__ __forceinline__ terms find_terms(const gemm_args *a, const pla
     return e;
 }
 
-/* Not before this point are the factors waited for. */
+/* Waits for the factors, not earlier, and multiplies them by the decoder's. */
 static __device__ __forceinline__ void complete(terms *e) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -52,12 +55,12 @@ static __device__ __forceinline__ float finish(float sum, const terms *e, int i)
     return __fadd_rn(__fmul_rn(sum, e->factor[i]), e->bias[i]);
 }
 
-/* Where 16 bytes of a row of g are in the room: all of eight rows in banks of their own. */
+/* Returns the place of 16 staged bytes of a row of g: eight rows use all banks. */
 template <class S> static __device__ __forceinline__ int place_in_row(int row, int piece) {
     return (S::mixed ? piece ^ row / 2 % 4 : piece ^ row % 8) * 16;
 }
 
-/* Stores so many rows of g, from `first` on, from the room. */
+/* Stores `count` staged rows of g, from `first` on. */
 template <class S>
 static __device__ __forceinline__ void carry_g(const gemm_args *a, const place *p, uint32_t room,
                                                int column, int first, int count) {
@@ -72,7 +75,8 @@ static __device__ __forceinline__ void carry_g(const gemm_args *a, const place *
             load_shared(room + row * S::row_bytes + place_in_row<S>(row, piece));
 }
 
-/* g of a thread's sums of eight rows, finished: two of a column, and two of the one 8 further. */
+/* Makes g of a thread's finished sums of eight rows: two of a column, and two of the one 8
+ * further. */
 template <class S, kind_of_code KIND>
 static __device__ __forceinline__ void make_g(const gemm_args *a, const float (&gate)[4],
                                               const float (&up)[4], uint32_t (&word)[2]) {
@@ -90,8 +94,8 @@ static __device__ __forceinline__ void finish_four(const float *sum, const terms
         four[i] = finish(sum[i], e, i / 2);
 }
 
-/* Writes the columns of g of a warpgroup from `column` on, whose sums of gate and up, if there are
- * both, are a thread's. They are used up. */
+/* Writes a warpgroup's columns of g from `column` on, if a thread has the sums of gate and up, or
+ * there is no gate. The sums are overwritten. */
 template <class S, kind_of_code KIND>
 static __device__ __forceinline__ void write_own_g(const gemm_args *a, const place *p,
                                                    uint32_t room, int group, int column,
@@ -102,7 +106,7 @@ static __device__ __forceinline__ void write_own_g(const gemm_args *a, const pla
         room + lane % 8 * S::row_bytes + place_in_row<S>(lane % 8, 2 * warp + lane / 8 % 2);
 #pragma unroll 1
     for (int first = 0; first < rows; first += S::at_once) {
-        barrier_sync(2 + group, 128); /* what was there has been stored */
+        barrier_sync(2 + group, 128); /* earlier outputs have been stored */
 #pragma unroll
         for (int j = 0; j < S::at_once / 8; j++) {
             float z[4], u[4];
@@ -120,8 +124,8 @@ static __device__ __forceinline__ void write_own_g(const gemm_args *a, const pla
     }
 }
 
-/* The same where two warps have gate and two up: each pair gives the other its sums of eight rows
- * of sixteen, and makes g of the other eight. */
+/* Writes columns of g if two warps have gate and two up: each pair hands the other its sums of
+ * eight rows of sixteen, and makes g of the other eight. */
 template <class S, kind_of_code KIND>
 static __device__ __forceinline__ void write_mixed_g(const gemm_args *a, const place *p,
                                                      uint32_t room, int group, int column,
@@ -148,7 +152,7 @@ static __device__ __forceinline__ void write_mixed_g(const gemm_args *a, const p
             store_shared(handed + j * HANDED + thread * 16, given);
         }
         move_down<S::at_once / 2>(sum);
-        barrier_sync(2 + group, 128); /* what was there before has been stored, too */
+        barrier_sync(2 + group, 128); /* earlier outputs have been stored, too */
 #pragma unroll
         for (int j = 0; j < S::at_once / 16; j++) {
             float gate[4], up[4];
@@ -170,8 +174,8 @@ static __device__ __forceinline__ void write_mixed_g(const gemm_args *a, const p
 
 template <class S, kind_of_code KIND>
 static __device__ __forceinline__ void
-write_partial_g(const gemm_args *a, const place *p, uint32_t room, const terms (&e)[2], int group,
-                float (&sum)[S::waves][S::T / 2]) {
+write_waves_of_g(const gemm_args *a, const place *p, uint32_t room, const terms (&e)[2], int group,
+                 float (&sum)[S::waves][S::T / 2]) {
     constexpr int LAST = S::waves - 1;
     int column = column_of_wave<S>(p, group, 0);
     if constexpr (S::mixed)
@@ -183,13 +187,13 @@ write_partial_g(const gemm_args *a, const place *p, uint32_t room, const terms (
                              &e[LAST], sum[LAST], sum[LAST]);
 }
 
-/* Writes the columns of g of a warpgroup, whatever the activation is. */
+/* Writes a warpgroup's columns of g for any activation. */
 template <class S>
 static __device__ __forceinline__ void write_g(const gemm_args *a, const place *p, uint32_t room,
                                                const terms (&e)[2], int group,
                                                float (&sum)[S::waves][S::T / 2]) {
     with_code<S::use, S::T == S::tokens>(&a->act, [&](auto code) {
-        write_partial_g<S, decltype(code)::kind>(a, p, room, e, group, sum);
+        write_waves_of_g<S, decltype(code)::kind>(a, p, room, e, group, sum);
     });
 }
 
@@ -198,8 +202,8 @@ typedef struct {
     const CUtensorMap *whole, *eight;
 } maps_of_d;
 
-/* Copies a piece of d out, 64 columns of rows from `first` on, by one thread. Rows come in eights:
- * those of an expert begin at a multiple of that. */
+/* Copies a piece of d out by TMA, 64 columns of rows from `first` on, by one thread. Rows come in
+ * eights: those of an expert begin at a multiple of that. */
 template <class S>
 static __device__ __forceinline__ void send_piece(const maps_of_d *m, const place *p, uint32_t room,
                                                   int column, int first) {
@@ -216,7 +220,7 @@ static __device__ __forceinline__ void send_piece(const maps_of_d *m, const plac
     store_commit();
 }
 
-/* Two rows of a thread's sums of eight, of a column and of the one 8 further. */
+/* Rounds a thread's sums of eight rows: two rows of a column, and of the one 8 further. */
 static __device__ __forceinline__ void round_d(const float *sum, const terms *e,
                                                uint32_t (&word)[2]) {
     float four[4];
@@ -226,7 +230,7 @@ static __device__ __forceinline__ void round_d(const float *sum, const terms *e,
         word[i] = moq_narrow_pair(MOQ_DT_BF16, four[2 * i], four[2 * i + 1]);
 }
 
-/* Parks a piece of a thread's sums, 64 columns of S::at_once rows, in the 128-byte swizzle. */
+/* Stages a piece of a thread's sums, 64 columns of S::at_once rows, in the 128-byte swizzle. */
 template <class S>
 static __device__ __forceinline__ void stage_d(uint32_t room, const terms *e,
                                                const float (&sum)[S::at_once / 2]) {
@@ -253,9 +257,8 @@ static __device__ __forceinline__ void stage_d(uint32_t room, const terms *e,
         }
 }
 
-/* Writes 64 columns of d by a warpgroup through the copy engine, rows from FIRST on. Its first
- * thread waits for the copies, and makes sure of room for the next piece before the others go on to
- * it. */
+/* Writes 64 columns of d by a warpgroup through TMA, rows from FIRST on. Its first thread waits for
+ * copies, and ensures room for the next piece before the others go on to it. */
 template <class S, int FIRST = 0>
 static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *p, uint32_t room,
                                                const terms *e, int group, int column, int *next,
@@ -281,8 +284,8 @@ static __device__ __forceinline__ void write_d(const maps_of_d *m, const place *
     }
 }
 
-/* store_d where d is rounded: a warp turns eight rows by eight columns, so that four threads have
- * 16 bytes of a row. */
+/* Stores rounded d from registers: a warp transposes eight rows by eight columns, so that four
+ * threads have 16 bytes of a row. */
 template <class S>
 static __device__ __forceinline__ void store_rounded_d(const gemm_args *a, const place *p,
                                                        const terms *e, int column,
@@ -303,8 +306,8 @@ static __device__ __forceinline__ void store_rounded_d(const gemm_args *a, const
     }
 }
 
-/* Writes 64 columns of d by a warpgroup from its registers: eight threads have 32 bytes of a row.
- */
+/* Writes 64 columns of d by a warpgroup from its registers: eight threads have 32 bytes of a
+ * row. */
 template <class S>
 static __device__ __forceinline__ void store_d(const gemm_args *a, const place *p, const terms *e,
                                                int column, float (&sum)[S::T / 2]) {

@@ -1,56 +1,59 @@
-/* Rows for the products of experts of many tokens: expert_rows.cu's ROWS_TENSOR, ROWS_TOKEN,
- * ROWS_GROUP and ROWS_VALUES, bit by bit, for many rows. A warp has a token of x, or a block where
- * that is long: it makes codes once for all of its slots, or once more where the scale of a slot's
- * expert is another one, and stores them in the rows of these slots; or a warp has a row of g, or
- * half a warp where that is enough. A slot may have a say in its codes by its weight or its
- * expert's pre_quant_scale: then a warp has its row. Values are stored as they are.
+/* Rows for the prefill products of experts on Hopper: ROWS_TENSOR, ROWS_TOKEN, ROWS_GROUP and
+ * ROWS_VALUES of expert_rows.cu, bit by bit, for many rows.
  *
- * Rows side by side are then copied by the copy engine; warps that gather them from codes of tokens
+ * A warp has a token of x, or a block has a long one: it makes codes once for all of its slots, or
+ * once more if the scale of a slot's expert differs, and stores them in the rows of these slots. A
+ * warp, or half of one, has a row of g. A slot's weight or its expert's pre_quant_scale may change
+ * its codes: then a warp has its row. Values are stored unchanged.
+ *
+ * Layouts: x [tokens, K] or g [rows, K] of 16 bits; codes [rows, K]; scales a row, or by groups [K
+ * / 128, scale_stride]. Sorted rows are then copied by TMA; warps that gathered codes of tokens
  * took more from the product than these rows take to be written (docs/lab/experts-prefill.md).
- * Bound by what is written: slots times columns. */
+ * Bound: writes, slots times columns. */
 #include "core/invariant.h"
 #include "cuda/device/ptx.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_rows.h"
+#include "cuda/moe/sm90/prefill/prefill.h"
 #include "cuda/runtime/launch.h"
 
 namespace moq::moe_prefill {
 
 #define ROW_THREADS 128
-#define AT_ONCE     4 /* chunks of a lane */
+#define AT_ONCE     4 /* chunks of a lane at a time */
 
-#define BLOCKS_AT_ONCE 8 /* of tokens, on a multiprocessor */
+#define BLOCKS_AT_ONCE 8 /* blocks of tokens on a multiprocessor */
 
-/* What a warp makes: the rows of a token's slots, a row of g, or a row of either by itself that has
- * a weight or factors. */
+/* Work of a warp: the rows of a token's slots, a row of g, or one row of either with a weight or
+ * factors. */
 typedef enum { OF_TOKEN, OF_G, TREATED } row_source;
 
 typedef struct {
     moq_rows from; /* x from the chunk's first token on, or g */
     moe::slot_groups groups;
-    const float *input_scale; /* [E, parts] */
-    int parts, top_k, k;
-    int sources;    /* tokens, or rows that there may be */
+    const float *input_scale; /* [E, partitions] */
+    int partition_count, top_k, k;
+    int sources;    /* tokens, or rows at most */
     uint8_t *codes; /* [rows, k], or values */
     float *scales;  /* of rows, or of groups [K / 128, scale_stride] */
     int64_t scale_stride;
-    bool of_g; /* TREATED: rows of g, not of x */
+    bool of_g; /* TREATED rows are of g, not of x */
     int64_t first;
-    const float *weights; /* of the router, on the input, or NULL */
+    const float *weights; /* router weights on the input, or NULL */
     moe::slot_tensor weight_at;
     const float *smooth; /* [E, K] or NULL */
-    int32_t *written;    /* of rows, which become 0, or NULL */
+    int32_t *written;    /* counters of rows, which become 0, or NULL */
 } row_args;
 
-/* How a kernel makes rows: LANES have one. PAIRED: in the order of moq_cuda_quantize.paired. */
-template <moe::row_format FORM_, row_source SOURCE_, moq_dtype DTYPE_, int LANES_, bool PAIRED_>
+/* Shape of a kernel that makes rows: LANES have one. PAIRED: in the order of
+ * moq_cuda_quantize.paired. */
+template <moe::row_format FORMAT_, row_source SOURCE_, moq_dtype DTYPE_, int LANES_, bool PAIRED_>
 struct row_shape {
-    static constexpr moe::row_format FORM = FORM_;
+    static constexpr moe::row_format FORMAT = FORMAT_;
     static constexpr row_source SOURCE = SOURCE_;
     static constexpr moq_dtype DTYPE = DTYPE_;
     static constexpr int LANES = LANES_;
     static constexpr bool PAIRED = PAIRED_;
     static constexpr int STEP = LANES * 16;     /* columns of a chunk of all lanes */
-    static constexpr int SPAN = STEP * AT_ONCE; /* and of all chunks */
+    static constexpr int SPAN = STEP * AT_ONCE; /* columns of all chunks of all lanes */
 };
 
 /* ---- sources ---- */
@@ -58,14 +61,14 @@ struct row_shape {
 /* A row of values and the rows that are made of it. */
 typedef struct {
     int from;
-    int row;      /* a lane's of those, or -1, */
-    float factor; /* which its values are multiplied with */
+    int row;      /* a lane's row among them, or -1 */
+    float factor; /* factor of its values */
     bool weighted;
     float weight;
     const float *smooth;
 } value_row;
 
-/* By row `number`, which is its own. */
+/* Finds the values of row `number`, whose codes are its own. */
 template <class S>
 static __device__ __forceinline__ void find_row(const row_args *a, int number, value_row *v) {
     if (number >= a->groups.count[0])
@@ -95,8 +98,8 @@ static __device__ __forceinline__ value_row find_source(const row_args *a, int n
         find_row<S>(a, number, &v);
     else if (lane < a->top_k)
         v.row = a->groups.row[(int64_t)number * a->top_k + lane];
-    if (S::FORM == moe::ROWS_TENSOR && v.row >= 0)
-        v.factor = __frcp_rn(a->input_scale[(int64_t)a->groups.owner[v.row] * a->parts]);
+    if (S::FORMAT == moe::ROWS_TENSOR && v.row >= 0)
+        v.factor = __frcp_rn(a->input_scale[(int64_t)a->groups.owner[v.row] * a->partition_count]);
     return v;
 }
 
@@ -106,7 +109,7 @@ template <class S> static __device__ __forceinline__ int column_of_lane(int base
     return base + (int)threadIdx.x % S::LANES * 16;
 }
 
-/* The chunks of a lane of the columns from `base` on; zeros beyond the last. */
+/* Loads a lane's chunks of the columns from `base` on; zeros beyond the last column. */
 template <class S>
 static __device__ __forceinline__ void load_span(const row_args *a, int source, int base,
                                                  moq_chunk (&chunk)[AT_ONCE]) {
@@ -133,7 +136,7 @@ static __device__ __forceinline__ void multiply_and_round(moq_dtype dtype, float
     }
 }
 
-/* The values of a chunk, with what a slot has a say in. */
+/* Returns the values of a chunk, with the slot's weight and factors. */
 template <class S>
 static __device__ __forceinline__ void read_chunk(const row_args *a, const value_row *v, int column,
                                                   const moq_chunk *chunk, float (&value)[16]) {
@@ -174,15 +177,15 @@ static __device__ __forceinline__ uint32_t amax_of_span(const row_args *a, const
 
 /* ---- codes ---- */
 
-/* What quotients beyond the ordinary ones take (moq_divide): apart, so that the code of others
- * stays short. */
+/* Divides for quotients that moq_divide treats apart; out of line, so that other code stays
+ * short. */
 static __device__ __noinline__ void divide_slowly(float *value, float scale) {
 #pragma unroll 1
     for (int i = 0; i < 16; i++)
         value[i] = __fdiv_rn(value[i], scale);
 }
 
-/* moq_codes_divided */
+/* as moq_codes_divided */
 static __device__ __forceinline__ uint4 divided_codes(float (&value)[16], float scale) {
     if (scale > 1e-12f && scale < 1e30f) {
         moq_divide(value, scale, true);
@@ -196,8 +199,8 @@ static __device__ __forceinline__ uint4 divided_codes(float (&value)[16], float 
     return moq_e4m3_codes(copy);
 }
 
-/* Codes of a span by one factor, or by `scale`, or by those of groups, of which each of eight lanes
- * then has it in `group`. */
+/* Makes codes of a span by one factor, by `scale`, or by scales of groups, which each of eight
+ * lanes then has in `group`. */
 template <class S>
 static __device__ __forceinline__ void make_span(const row_args *a, const value_row *v, int base,
                                                  const moq_chunk (&chunk)[AT_ONCE], float scale,
@@ -206,11 +209,11 @@ static __device__ __forceinline__ void make_span(const row_args *a, const value_
     for (int i = 0; i < AT_ONCE; i++) {
         float value[16];
         read_chunk<S>(a, v, column_of_lane<S>(base) + S::STEP * i, &chunk[i], value);
-        if (S::FORM == moe::ROWS_TENSOR) {
+        if (S::FORMAT == moe::ROWS_TENSOR) {
             code[i] = moq_codes_multiplied(value, scale);
             continue;
         }
-        if (S::FORM == moe::ROWS_GROUP)
+        if (S::FORMAT == moe::ROWS_GROUP)
             scale = moq_group_scale(__uint_as_float(
                 moq_max_of_lanes(moq_chunk_amax_bits(&chunk[i], false, S::DTYPE), 8)));
         uint4 c = divided_codes(value, scale);
@@ -232,12 +235,13 @@ static __device__ __forceinline__ void store_span(const row_args *a, int row, in
         if (column + S::STEP * i >= a->k)
             break;
         *(uint4 *)(a->codes + (int64_t)row * a->k + column + S::STEP * i) = code[i];
-        if (S::FORM == moe::ROWS_GROUP && threadIdx.x % 8 == 0)
+        if (S::FORMAT == moe::ROWS_GROUP && threadIdx.x % 8 == 0)
             a->scales[(column + S::STEP * i) / 128 * a->scale_stride + row] = group[i];
     }
 }
 
-/* Codes of a span of a token in the rows of its slots, which lanes of `slots` have, one each. */
+/* Stores codes of a span of a token in the rows of its slots, which lanes of `slots` have, one
+ * each. */
 template <class S>
 static __device__ __forceinline__ void
 spread_codes(const row_args *a, const value_row *v, uint32_t slots, int base,
@@ -271,7 +275,7 @@ static __device__ __forceinline__ void spread_by_factor(const row_args *a, const
 
 /* ---- kernels ---- */
 
-/* The largest of what the lanes of a row have. */
+/* Returns the maximum over the lanes of a row. */
 template <class S> static __device__ __forceinline__ uint32_t most_of_row(uint32_t most) {
     __shared__ uint32_t of_warp[ROW_THREADS / 32];
     most = moq_max_of_lanes(most, min(S::LANES, 32));
@@ -285,7 +289,8 @@ template <class S> static __device__ __forceinline__ uint32_t most_of_row(uint32
     return most;
 }
 
-/* The scale of the row, whose span from `base` on is there; then the first one is. */
+/* Returns the scale of the row, whose span from `base` on is loaded; afterwards the first one
+ * is. */
 template <class S>
 static __device__ __forceinline__ float find_scale(const row_args *a, const value_row *v, int base,
                                                    moq_chunk (&chunk)[AT_ONCE]) {
@@ -299,30 +304,29 @@ static __device__ __forceinline__ float find_scale(const row_args *a, const valu
     return moq_token_scale(__uint_as_float(most_of_row<S>(most)));
 }
 
-/* Codes of a token in the rows of its slots. x was there before the grouping began: the first span,
- * or all where a block has a token, becomes codes meanwhile, but where experts have a say in them.
- */
+/* Makes codes of a token in the rows of its slots. x was complete before the grouping started: the
+ * first span, or all of a block's token, becomes codes meanwhile, unless experts change them. */
 template <class S>
 static __global__ void __launch_bounds__(ROW_THREADS)
     make_codes_of_token(const __grid_constant__ row_args a) {
     int number = (int)((blockIdx.x * ROW_THREADS + threadIdx.x) / S::LANES);
-    int begin = S::FORM == moe::ROWS_TOKEN ? (a.k - 1) / S::SPAN * S::SPAN : 0;
+    int begin = S::FORMAT == moe::ROWS_TOKEN ? (a.k - 1) / S::SPAN * S::SPAN : 0;
     value_row v = {min(number, a.sources - 1), -1, 1.0f, false, 1.0f, NULL};
     moq_chunk chunk[AT_ONCE];
     uint4 code[AT_ONCE];
     float group[AT_ONCE], scale = 0.0f;
     load_span<S>(&a, v.from, begin, chunk);
-    if (S::FORM == moe::ROWS_TOKEN)
+    if (S::FORMAT == moe::ROWS_TOKEN)
         scale = find_scale<S>(&a, &v, begin, chunk);
-    if (S::FORM != moe::ROWS_TENSOR)
+    if (S::FORMAT != moe::ROWS_TENSOR)
         make_span<S>(&a, &v, 0, chunk, scale, group, code);
     wait_for_predecessor();
-    launch_dependents(); /* which know by then that the grouping is done */
+    launch_dependents(); /* the next kernel may rely on the groups */
     v = find_source<S>(&a, number);
     uint32_t slots = __ballot_sync(0xffffffffu, v.row >= 0);
     if (!slots)
         return;
-    if (S::FORM == moe::ROWS_TOKEN && v.row >= 0)
+    if (S::FORMAT == moe::ROWS_TOKEN && v.row >= 0)
         a.scales[v.row] = scale;
     if (a.written && v.row >= 0)
         a.written[v.row] = 0;
@@ -330,7 +334,7 @@ static __global__ void __launch_bounds__(ROW_THREADS)
     for (int base = 0; base < a.k; base += S::SPAN) {
         if (base > 0)
             load_span<S>(&a, v.from, base, chunk);
-        if (S::FORM == moe::ROWS_TENSOR) {
+        if (S::FORMAT == moe::ROWS_TENSOR) {
             spread_by_factor<S>(&a, &v, base, chunk);
             continue;
         }
@@ -340,12 +344,12 @@ static __global__ void __launch_bounds__(ROW_THREADS)
     }
 }
 
-/* Codes of a row that has its own. */
+/* Makes codes of a row that are its own. */
 template <class S>
 static __global__ void __launch_bounds__(ROW_THREADS)
     make_codes_of_row(const __grid_constant__ row_args a) {
     int number = (int)((blockIdx.x * ROW_THREADS + threadIdx.x) / S::LANES);
-    int begin = S::FORM == moe::ROWS_TOKEN ? (a.k - 1) / S::SPAN * S::SPAN : 0;
+    int begin = S::FORMAT == moe::ROWS_TOKEN ? (a.k - 1) / S::SPAN * S::SPAN : 0;
     moq_chunk chunk[AT_ONCE];
     float scale = 0.0f;
     launch_dependents();
@@ -353,8 +357,8 @@ static __global__ void __launch_bounds__(ROW_THREADS)
     value_row v = find_source<S>(&a, number);
     if (!__any_sync(0xffffffffu, v.row >= 0))
         return;
-    load_span<S>(&a, v.row >= 0 ? v.from : 0, begin, chunk); /* of two rows one may be nobody's */
-    if (S::FORM == moe::ROWS_TOKEN) {
+    load_span<S>(&a, v.row >= 0 ? v.from : 0, begin, chunk); /* one of two rows may have no slot */
+    if (S::FORMAT == moe::ROWS_TOKEN) {
         scale = find_scale<S>(&a, &v, begin, chunk);
         if (v.row >= 0 && threadIdx.x % S::LANES == 0)
             a.scales[v.row] = scale;
@@ -371,11 +375,11 @@ static __global__ void __launch_bounds__(ROW_THREADS)
     }
 }
 
-#define VALUES        8 /* of 16 bits that a lane stores at a time */
-#define VALUE_STEPS   8 /* such that a lane has at once */
+#define VALUES        8 /* 16-bit values that a lane stores at a time */
+#define VALUE_STEPS   8 /* stores of a lane at a time */
 #define VALUE_COLUMNS (32 * VALUES)
 
-/* Whole sectors at a time: a row is written at half the rate where lanes have 32 bytes each and
+/* Loads whole sectors at a time. A row is written at half the rate if lanes have 32 bytes each and
  * store one half of them after the other. */
 static __device__ __forceinline__ void load_values(const row_args *a, int source, int column,
                                                    uint4 (&value)[VALUE_STEPS]) {
@@ -395,17 +399,17 @@ static __device__ __forceinline__ void store_values(const row_args *a, int row, 
             *(uint4 *)(to + VALUE_COLUMNS * i) = value[i];
 }
 
-/* The values of 16 bits of a token in the rows of its slots. */
+/* Copies the 16-bit values of a token to the rows of its slots. */
 static __global__ void __launch_bounds__(ROW_THREADS)
     copy_values(const __grid_constant__ row_args a) {
     typedef row_shape<moe::ROWS_VALUES, OF_TOKEN, MOQ_DT_BF16, 32, false> S;
     int source = (int)((blockIdx.x * ROW_THREADS + threadIdx.x) / 32);
     int column = (int)threadIdx.x % 32 * VALUES;
     uint4 value[VALUE_STEPS];
-    if (source < a.sources) /* x was there before the grouping began */
+    if (source < a.sources) /* x was complete before the grouping started */
         load_values(&a, source, column, value);
     wait_for_predecessor();
-    launch_dependents(); /* which know by then that the grouping is done */
+    launch_dependents(); /* the next kernel may rely on the groups */
     if (source >= a.sources)
         return;
     value_row own = find_source<S>(&a, source);
@@ -436,10 +440,10 @@ static moq_status launch(row_args *a, const moe::slot_chunk *chunk, const void *
     return moq_cuda_launch(&launch, parameters, err);
 }
 
-template <moe::row_format FORM, row_source SOURCE, int LANES = 32, bool PAIRED = false>
+template <moe::row_format FORMAT, row_source SOURCE, int LANES = 32, bool PAIRED = false>
 static moq_status launch_as(row_args *a, const moe::slot_chunk *chunk, moq_err *err) {
-    typedef row_shape<FORM, SOURCE, MOQ_DT_BF16, LANES, PAIRED> bf16;
-    typedef row_shape<FORM, SOURCE, MOQ_DT_F16, LANES, PAIRED> f16;
+    typedef row_shape<FORMAT, SOURCE, MOQ_DT_BF16, LANES, PAIRED> bf16;
+    typedef row_shape<FORMAT, SOURCE, MOQ_DT_F16, LANES, PAIRED> f16;
     const void *kernel[2];
     if constexpr (SOURCE == OF_TOKEN) {
         kernel[0] = (const void *)make_codes_of_token<bf16>;
@@ -464,7 +468,7 @@ static row_args args_of(const moe::slot_chunk *chunk, const moe::slot_groups *gr
     return a;
 }
 
-/* Rows of x, a token each. */
+/* Fills the arguments for x, a token each. */
 static row_args args_of_x(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
                           const moe::expert_rows *rows) {
     const moq_moe_call *call = chunk->call;
@@ -473,7 +477,7 @@ static row_args args_of_x(const moe::slot_chunk *chunk, const moe::slot_groups *
     a.from = moq_rows_of(call->x);
     a.from.data = (const uint8_t *)a.from.data + chunk->first * a.from.stride * 2;
     a.input_scale = call->w13.input_scale;
-    a.parts = w13->partition_count;
+    a.partition_count = w13->partition_count;
     a.sources = (int)chunk->tokens;
     return a;
 }
@@ -488,28 +492,29 @@ static row_args args_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *
     return a;
 }
 
-/* Codes of g with a scale a row. */
+/* Launches the kernel for codes of g with a scale a row. */
 template <bool PAIRED>
 static moq_status launch_tokens_of_g(row_args *a, const moe::slot_chunk *chunk, moq_err *err) {
     return a->k <= 16 * 16 * AT_ONCE ? launch_as<moe::ROWS_TOKEN, OF_G, 16, PAIRED>(a, chunk, err)
                                      : launch_as<moe::ROWS_TOKEN, OF_G, 32, PAIRED>(a, chunk, err);
 }
 
-/* Long rows of few tokens are a block's each. Shorter ones lose more by blocks that keep those of
- * the first product from starting than they win (docs/lab/experts-prefill.md). */
-template <moe::row_format FORM>
+/* Launches the kernel for codes of tokens. Long rows of few tokens get a block each; shorter ones
+ * lose more by blocks that delay those of the first product than they win
+ * (docs/lab/experts-prefill.md). */
+template <moe::row_format FORMAT>
 static moq_status launch_tokens(row_args *a, const moe::slot_chunk *chunk, moq_err *err) {
     bool wide = a->k > 2 * 32 * 16 * AT_ONCE &&
                 a->sources <= BLOCKS_AT_ONCE * chunk->call->spec->w13.target.sm_count;
-    return wide ? launch_as<FORM, OF_TOKEN, ROW_THREADS>(a, chunk, err)
-                : launch_as<FORM, OF_TOKEN>(a, chunk, err);
+    return wide ? launch_as<FORMAT, OF_TOKEN, ROW_THREADS>(a, chunk, err)
+                : launch_as<FORMAT, OF_TOKEN>(a, chunk, err);
 }
 
 moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
                                const moe::expert_rows *rows, int32_t *written, moq_err *err) {
     row_args a = args_of_x(chunk, groups, rows);
     a.written = written;
-    switch (rows->form) {
+    switch (rows->format) {
     case moe::ROWS_TENSOR:
         return launch_tokens<moe::ROWS_TENSOR>(&a, chunk, err);
     case moe::ROWS_TOKEN:
@@ -517,7 +522,7 @@ moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_gro
     case moe::ROWS_GROUP:
         return launch_tokens<moe::ROWS_GROUP>(&a, chunk, err);
     default:
-        MOQ_ASSERT(rows->form == moe::ROWS_VALUES);
+        MOQ_ASSERT(rows->format == moe::ROWS_VALUES);
         return launch(&a, chunk, (const void *)copy_values, 32, err);
     }
 }
@@ -525,9 +530,9 @@ moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_gro
 moq_status make_codes_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
                            const void *g, const moe::expert_rows *rows, moq_err *err) {
     row_args a = args_of_g(chunk, groups, g, rows);
-    if (rows->form == moe::ROWS_GROUP)
+    if (rows->format == moe::ROWS_GROUP)
         return launch_as<moe::ROWS_GROUP, OF_G>(&a, chunk, err);
-    MOQ_ASSERT(rows->form == moe::ROWS_TOKEN);
+    MOQ_ASSERT(rows->format == moe::ROWS_TOKEN);
     return launch_tokens_of_g<false>(&a, chunk, err);
 }
 

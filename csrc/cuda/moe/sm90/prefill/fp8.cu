@@ -1,27 +1,30 @@
-/* FP8 experts of many tokens on Hopper: products of rows of codes with the experts' W, e4m3 [E, N,
- * K] as prepared, in tiles of sm90_moe_prefill_tile.h, all but large ones without scales of groups
- * (sm90_moe_prefill_fp8_large.cu). The products are those of linears
+/* FP8 experts for prefill on Hopper: rows of codes by the experts' W, with per-tensor or per-token
+ * scales in small tiles, and with scales of 128 columns in all. fp8_large.cu has large tiles
+ * without such scales. Products are those of the linears
  * (cuda/linear/sm90/fp8_prefill_mainloop.h): 128 columns at a time, added to float32 sums.
  *
- * A step is 128 columns, 32 KB of W and 16 KB of rows or less in the 128-byte swizzle, in a ring of
- * four or five. Where tiles are small W comes from memory but once, and that bounds it. A tile of
- * 256 by 128 takes 1024 cycles of products a step, in which L2 has to deliver 48 bytes a cycle and
- * multiprocessor: that bounds it, and what tiles leave empty.
+ * Layouts: W e4m3 [E, N, K] as prepared; rows e4m3 [rows, K], sorted by expert; g and d as in
+ * fp8_epilogue.h. Tile: 256 rows of W by up to 64 or 128 rows of tokens. A step is 128 columns, 32
+ * KB of W and 16 KB of rows or less in the 128-byte swizzle, in a pipeline of four or five stages.
  *
- * Linked products (prefill_product.written): the second one does not wait for the end of the first.
+ * Bound: with small tiles W, which comes from memory but once. A tile of 256 by 128 takes 1024
+ * cycles of products a step, in which L2 has to deliver 48 bytes a cycle and multiprocessor: that
+ * bounds it, and what tiles leave empty.
+ *
+ * Linked products (expert_product.written): the second one does not wait for the end of the first.
  * Each tile of rows has a counter, at its first row, of the warps that have written their columns
  * of its g; the thread that copies rows waits for all of them (tell_written, await_rows).
  *
- * No block waits for one that cannot run. Blocks of the second kernel begin when all blocks of the
- * first have called launch_dependents or ended, so that all of these have begun. A block that has
- * begun has its place for good and waits for none but its own warps and copies: before the call its
- * consumers have waited for the kernel ahead. So each of them ends, no matter how many blocks of
- * the second kernel wait, and where; other streams' or processes' work delays it at most, as who is
- * set aside for it comes back. Kernels behind begin when the blocks of the second have. Where it is
- * not launched programmatically after all (ordinary edges of a graph, tools) the first kernel has
- * ended and every counter is full.
+ * No block waits for one that cannot run. Blocks of the second kernel start when all blocks of the
+ * first have called launch_dependents or ended, so all of these have started. A block that has
+ * started keeps its place and waits for none but its own warps and copies: before the call its
+ * consumers have waited for the kernel ahead. Each of them ends, no matter how many blocks of the
+ * second kernel wait. Work of other streams or processes delays it at most, as preempted blocks
+ * come back. Kernels behind start when the blocks of the second have. If it is not launched by PDL
+ * after all (ordinary edges of a graph, tools), the first kernel has ended and every counter is
+ * full.
  *
- * Counters are of one call: make_codes_of_token makes them 0, whatever a call that failed has left,
+ * Counters belong to one call: make_codes_of_token sets them to 0, whatever a failed call has left,
  * behind the grouping, which waits for the call before, and the first product waits for it. They
  * lie in the workspace, so that streams have their own. The second kernel ends after the first, so
  * that whoever waits for it waits for both; it writes d while the first may read rows of x, which
@@ -31,33 +34,35 @@
  * (acquire), and all of that before the copies, which are of another proxy (fence.proxy.async, by
  * the thread that looks and copies). Copies of rows behind the tile's, and of their scales, may
  * bring anything: they go to columns of products that are never written. */
+#include "cuda/choice/moe_prefill.h"
 #include "cuda/linear/sm90/fp8_prefill_mainloop.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_copies.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_fp8_outputs.h"
-#include "cuda/moe/sm90/sm90_moe_prefill_launch.h"
+#include "cuda/moe/sm90/prefill/fp8_epilogue.h"
+#include "cuda/moe/sm90/prefill/fp8_mainloop.h"
+#include "cuda/moe/sm90/prefill/gemm.h"
+#include "cuda/moe/sm90/prefill/prefill.h"
 
 namespace moq::moe_prefill {
 
-/* Tiles of up to MOST rows of tokens, of which N are multiplied. */
+/* Shape of tiles of up to MOST rows of tokens, of which N are multiplied. */
 template <bool GROUPS, int MOST, int N>
 struct fp8_shape : fp8_prefill::tile<MOQ_WEIGHTS_FIRST, N, 2, MOQ_ALONE, GROUPS, false> {
     static constexpr bool large = MOST > 64;
     static constexpr int warpgroups = 2;
     static constexpr int tokens = MOST, stage = (4 * WAVE_ROWS + MOST) * 128, box_rows = MOST / 4;
-    static constexpr int at_once = N > OUT_TOKENS ? N / 2 : N; /* tokens that leave */
+    static constexpr int at_once = N > OUT_TOKENS ? N / 2 : N; /* tokens of an epilogue step */
     static constexpr int all_bytes = stage + (GROUPS ? MOST * 4 : 0);
     template <int M> using of_width = fp8_shape<GROUPS, MOST, M>;
 };
 
-/* What a number is to a template. */
+/* A number as a type. */
 template <int N> struct width {
     static constexpr int columns = N;
 };
 
-/* Calls `make` with the least width of S that has room for so many rows. */
+/* Calls `make` with the least width of S that holds so many rows. */
 template <class S, class F> static __device__ __forceinline__ void with_width(int rows, F make) {
     constexpr bool LARGE = S::large;
-    rows = __shfl_sync(0xffffffffu, rows, 0); /* the compiler sees it is one */
+    rows = __shfl_sync(0xffffffffu, rows, 0); /* uniform */
     if (rows <= (LARGE ? 64 : 16))
         make(width<LARGE ? 64 : 16>());
     else if (rows <= (LARGE ? 96 : 32))
@@ -66,20 +71,19 @@ template <class S, class F> static __device__ __forceinline__ void with_width(in
         make(width<S::tokens>());
 }
 
-/* ---- boards, which a warp fills a tile ahead: their latency is more than a short tile's products
- * take ---- */
+/* ---- epilogue operands, loaded a tile ahead: short tiles would not hide the latency ---- */
 
 #define EPILOGUE_STAGES   2
 #define EPILOGUE_BARRIERS (2 * EPILOGUE_STAGES)
-#define HELD              32 /* block scales of a row that come with a board */
+#define HELD              32 /* block scales of a row that come with epilogue operands */
 
-/* Barriers: a board of both warpgroups is there, and may be filled again. */
+/* A pipeline of epilogue operands. Barriers: a stage of both warpgroups is full, and empty. */
 typedef struct {
     epilogue_operands (*state)[2];
     uint32_t full, empty;
 } epilogue_pipeline;
 
-/* By a thread, before all meet. */
+/* Initializes the barriers, by one thread before the block synchronizes. */
 static __device__ __forceinline__ void make_epilogue_barriers(const epilogue_pipeline *b) {
     for (int i = 0; i < EPILOGUE_STAGES; i++) {
         mbarrier_init(b->full + 8u * i, 2 * 32);
@@ -87,7 +91,7 @@ static __device__ __forceinline__ void make_epilogue_barriers(const epilogue_pip
     }
 }
 
-/* The line of block scales of a wave's rows. */
+/* Returns the block scales of a wave's rows, one a step. */
 template <class S, product_use USE>
 static __device__ __forceinline__ const float *line_of_wave(const gemm_args *a, const place *p,
                                                             int group, int wave) {
@@ -97,7 +101,7 @@ static __device__ __forceinline__ const float *line_of_wave(const gemm_args *a, 
     return a->block_scale + p->rows.expert * a->block_step + line * a->steps;
 }
 
-/* Where groups have scales rows have no factors: block scales lie in their place. */
+/* Copies block scales to the place of factors, which rows with group scales do not have. */
 template <class S, product_use USE>
 static __device__ __forceinline__ void fetch_block_scales(const gemm_args *a, const place *p,
                                                           int group, epilogue_operands *state) {
@@ -114,7 +118,7 @@ static __device__ __forceinline__ void produce_epilogue_operands(const gemm_args
                                                                  const epilogue_pipeline *b) {
     pipeline_state slot = {0, 0}, at = {0, 0};
     int lane = threadIdx.x % 32;
-    if (!a->linked) /* otherwise boards are of weights alone */
+    if (!a->linked) /* linked kernels' epilogue operands are of weights alone */
         wait_for_predecessor();
     for (;;) {
         place p = read_published_tile(scheduler, &at);
@@ -140,7 +144,7 @@ static __device__ __forceinline__ void produce_epilogue_operands(const gemm_args
 
 /* ---- tiles ---- */
 
-/* The block scales of a warpgroup's rows. */
+/* Returns the block scales of a warpgroup's rows. */
 template <class S, product_use USE>
 static __device__ __forceinline__ fp8_prefill::block_scales<S>
 find_blocks(const gemm_args *a, const place *p, int group, const epilogue_operands *state) {
@@ -154,8 +158,8 @@ find_blocks(const gemm_args *a, const place *p, int group, const epilogue_operan
     return block;
 }
 
-/* What a warpgroup goes through: steps and boards; where its outputs leave; where it is, and how
- * many tiles it has made. */
+/* A consumer warpgroup's pipelines of steps and epilogue operands, its output path, its step and
+ * its number of tiles. */
 typedef struct {
     fp8_prefill::consumer_pipeline steps;
     epilogue_pipeline epilogue;
@@ -164,19 +168,19 @@ typedef struct {
     uint32_t tiles;
 } tile_maker;
 
-/* Where the nth of what goes round in a ring is. */
+/* Returns the pipeline state of the nth use of a pipeline. */
 template <int PLACES> static __device__ __forceinline__ pipeline_state nth_place(uint32_t n) {
     return {(int)(n % PLACES), (int)(n / PLACES % 2)};
 }
 
-/* A warp has written its part of g of a tile. */
+/* Counts a warp that has written its part of g of a tile. */
 static __device__ __forceinline__ void tell_written(const gemm_args *a, const place *p) {
     __syncwarp();
     if (threadIdx.x % 32 == 0)
         add_release(a->written + p->rows.first, 1);
 }
 
-/* NEAR: is_fast. */
+/* Makes a tile. FAST: is_fast of the activation. */
 template <class S, product_use USE, bool FAST>
 static __device__ __forceinline__ void make_tile(const gemm_args *a, tile_maker *m, const place *p,
                                                  int group) {
@@ -201,7 +205,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, tile_maker *m
                                                const scheduler_queue *scheduler, int group) {
     if (!a->linked)
         wait_for_predecessor();
-    launch_dependents(); /* which know by then that the grouping is done */
+    launch_dependents(); /* the next kernel may rely on the groups */
     for (;;) {
         pipeline_state at = nth_place<SCHEDULER_STAGES>(m->tiles);
         place p = read_published_tile(scheduler, &at);
@@ -217,7 +221,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, tile_maker *m
             });
     }
     if (a->linked)
-        wait_for_predecessor(); /* whoever waits for this kernel waits for all before it */
+        wait_for_predecessor(); /* a kernel that waits for this one waits for all before it */
 }
 
 template <class S, product_use USE>
@@ -238,7 +242,7 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
         make_epilogue_barriers(&epilogue);
     pipeline_barriers b = make_barriers<S>(&a, barrier);
     scheduler_queue scheduler = scheduler_queue_at(&b, places);
-    int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* the compiler sees it is one */
+    int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* uniform */
     if (warp < 8) {
         more_registers<232>();
         int group = warp / 4;
@@ -265,7 +269,7 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
 
 /* ---- launch ---- */
 
-/* What a launch needs to know of a shape: the kernels by what they are for. */
+/* A shape for the launch: kernels by product_use. */
 typedef struct {
     int stage, box_rows;
     const void *kernel[3];
@@ -279,7 +283,7 @@ template <bool GROUPS, int MOST> static variant variant_of(void) {
              (const void *)experts_fp8<S, OF_D>}};
 }
 
-/* As many stages as fit, of so many bytes. Dynamic shared memory is returned. */
+/* Sets the stages of `stage` bytes that fit; returns the dynamic shared memory. */
 static int smem_layout(gemm_args *a, int stage, int limit) {
     int fixed = 1024 + (PIPELINE_BARRIERS + EPILOGUE_BARRIERS) * 8 + SCHEDULER_STAGES * 16 +
                 2 * EPILOGUE_STAGES * (int)sizeof(epilogue_operands) + 2 * OUT_TOKENS * 4;
@@ -289,31 +293,83 @@ static int smem_layout(gemm_args *a, int stage, int limit) {
     return a->stages * stage + 2 * OUT_ROOM;
 }
 
-/* Warps that write g of a tile of rows: those of a block for each tile of W13. */
-static int writers_of_g(const prefill_product *p) {
-    int64_t columns = (p->moe->gated ? 2 : 4) * WAVE_ROWS;
-    return 8 * (int)((p->moe->w2.in_features + columns - 1) / columns);
+/* Returns the warps that write g of a tile of rows: those of a block for each tile of W13. */
+static int writers_of_g(const moe::expert_product *p) {
+    int64_t columns = (p->call->spec->gated ? 2 : 4) * WAVE_ROWS;
+    return 8 * (int)((p->call->spec->w2.in_features + columns - 1) / columns);
 }
 
-moq_status multiply_fp8(const prefill_product *p, moq_err *err) {
-    const moe::expert_product *e = &p->product;
-    bool groups = e->rows->form == moe::ROWS_GROUP, narrow = e->tile_rows == 64;
+static moq_status multiply_fp8(const moe::expert_product *p, moq_err *err) {
+    bool groups = p->rows->format == moe::ROWS_GROUP, narrow = p->tile_rows == 64;
     if (!groups && !narrow)
         return multiply_fp8_large(p, err);
     variant v = !groups  ? variant_of<false, 64>()
                 : narrow ? variant_of<true, 64>()
                          : variant_of<true, 128>();
-    int64_t k = e->spec->in_features, n = e->spec->out_features;
+    int64_t k = p->spec->in_features, n = p->spec->out_features;
     moq_cuda_device device;
     CUtensorMap weights, rows;
-    MOQ_TRY(moq_cuda_query_device(e->spec->device.index, &device, err));
+    MOQ_TRY(moq_cuda_query_device(p->spec->device.index, &device, err));
     gemm_args a = fp8_args_of(p);
     a.writers = writers_of_g(p);
     int shared = smem_layout(&a, v.stage, device.shared_per_block);
-    MOQ_TRY(moq_tensor_map_pairs(&weights, e->weight->weight, p->moe->experts * n, k, k, err));
     MOQ_TRY(
-        moq_tensor_map_rows(&rows, e->rows->data, e->most_rows, k, k, (uint32_t)v.box_rows, err));
+        moq_tensor_map_pairs(&weights, p->weight->weight, p->call->spec->experts * n, k, k, err));
+    MOQ_TRY(
+        moq_tensor_map_rows(&rows, p->rows->data, p->most_rows, k, k, (uint32_t)v.box_rows, err));
     return launch(p, v.kernel[use_of(p)], &a, shared, &weights, &rows, 2, false, err);
 }
+
+/* ---- the pipeline's hooks ---- */
+
+/* Returns the tiles. Large ones come in pairs that share weights, unless rows have scales of groups
+ * (docs/lab/experts-prefill.md). */
+static moe::row_tiling tiling_of(const moq_moe_call *call, double) {
+    bool groups = fp8_format(&call->spec->w13) == moe::ROWS_GROUP;
+    int rows = moq_moe_prefill_tile_rows(call->spec, call->config);
+    return {rows, groups ? MOQ_MOE_PREFILL_ALIGN : 1, rows > 64 && !groups};
+}
+
+/* True if a slot's weight or expert changes its x before it is quantized. */
+static bool has_own_x(const moq_moe_call *call) {
+    return call->weights_on_input || call->w13.pre_quant_scale;
+}
+
+static moq_status load_x(const moe::slot_chunk *chunk, moe::expert_product *p, moe::expert_rows *x,
+                         moq_err *err) {
+    if (has_own_x(chunk->call))
+        return moe::make_rows_of_x(chunk, p->groups, x, err);
+    p->early = true;
+    return make_rows_of_tokens(chunk, p->groups, x, p->written, err);
+}
+
+static int64_t u_bytes(const moq_moe_call *call) {
+    const moq_linear_spec *w2 = &call->spec->w2;
+    if (g_format_of(call->spec) != G_VALUES)
+        return 0;
+    return moe::row_bytes(moe::ROWS_VALUES, w2->dtype, w2->in_features);
+}
+
+static moq_status load_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
+                         const void *u, const moe::expert_rows *g, moq_err *err) {
+    return chunk->call->w2.pre_quant_scale ? moe::make_rows_of_g(chunk, groups, u, g, err)
+                                           : make_codes_of_g(chunk, groups, u, g, err);
+}
+
+/* True if the second product may start while the first one runs (head of this file). Tiles have to
+ * be small, as memory then bounds both products and the first one ends unevenly. No kernel may make
+ * codes of g between them. There have to be more tiles of rows than go together, as those end
+ * together and leave nothing to start beside. Kernels have to overlap: otherwise counting costs up
+ * to 2.5 % (docs/lab/experts-prefill.md). */
+static bool links_products(const moe::slot_chunk *chunk) {
+    const moq_moe_call *call = chunk->call;
+    return chunk->tile_rows == 64 && !has_own_x(call) && u_bytes(call) == 0 &&
+           moe::most_tiles(chunk) > MOQ_MOE_PREFILL_TOGETHER && moq_cuda_overlaps();
+}
+
+static const moe::expert_kernels FP8_PREFILL = {
+    fp8_format, tiling_of, multiply_fp8, load_x, u_bytes, load_g, links_products, true, true};
+
+MOQ_EXPERTS_ENTRY(fp8_prefill, FP8_PREFILL)
 
 } // namespace moq::moe_prefill

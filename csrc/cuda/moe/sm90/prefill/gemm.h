@@ -1,0 +1,267 @@
+/* Tiles, arguments and launch of the grouped GEMMs of experts on Hopper for prefill.
+ *
+ * A tile is 256 rows of an expert's W by up to 64, 128 or 136 rows of its tokens, which are the
+ * columns of the products: as many as there are, rounded up to one of a few widths, each of which
+ * has its own code. Two warpgroups multiply, or four with 512 rows of W; each has two waves of 64
+ * rows. In the first product these are rows of gate and the rows of up beside them, so that a
+ * thread has both sums of an output and g is written. The second product writes d, float32 or
+ * rounded.
+ *
+ * Some shapes use clusters: two blocks have two tiles of one expert and the same rows of W, of
+ * which each copies half to both. Blocks take tiles in turn, all tiles of W for some rows one after
+ * the other, so that the rows come from L2 but once. The device alone knows how many tiles there
+ * are. */
+#ifndef MOQ_CUDA_MOE_SM90_PREFILL_GEMM_H
+#define MOQ_CUDA_MOE_SM90_PREFILL_GEMM_H
+
+#include "core/invariant.h"
+#include "cuda/device/ptx.h"
+#include "cuda/linear/sm90/gemm_epilogue.h"
+#include "cuda/moe/expert_activation.h"
+#include "cuda/moe/sm90/prefill/prefill.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/tensor_map.h"
+
+namespace moq::moe_prefill {
+
+using namespace gemm;
+
+#define MANY_STAGES 12
+#define WAVE_ROWS   64
+
+/* Use of a product. */
+typedef enum {
+    OF_GATE_AND_UP, /* g = act(gate, up) */
+    OF_ONE,         /* g = act of each row */
+    OF_D            /* d = sums */
+} product_use;
+
+typedef struct {
+    const moe::row_tile *tiles;
+    const int32_t *count; /* numbers of rows and of tiles */
+    int row_tiles, steps, stages;
+    bool early; /* the tiles are complete before the predecessor kernel ends */
+    int n;      /* rows of W of an expert */
+    int height; /* rows or slabs of an expert in the map of W */
+    int half;   /* rows of gate: I */
+    moe::activation act;
+    moq_output out; /* g, or rounded d; FP8 products may write codes of g instead: */
+    g_format format;
+    uint8_t *codes; /* rows [code_stride], and scales by groups [I / 128, g_scale_stride], */
+    float *g_scale; /* or per-tensor scales [E, 1] */
+    int64_t code_stride, g_scale_stride;
+    float *d;                         /* [rows, n], or NULL if d is rounded to `out` */
+    const float *output_scale, *bias; /* [E, n], or NULL */
+    const int32_t *slot;              /* slots of gathered rows, or NULL for sorted rows, */
+    int top_k;
+    const uint8_t *x; /* and x: tokens of `bytes` bytes, x_stride apart */
+    int64_t x_stride, bytes;
+    const float *x_scale; /* of rows, or by groups [steps, x_scale_stride], or NULL */
+    int64_t x_scale_stride;
+    const float *input_scale; /* [E, partitions] if x_scale is NULL, or NULL too */
+    int partition_count;
+    const float *block_scale; /* [E, block rows, steps] */
+    int64_t block_step;
+    moq_partitions partitions;
+    int32_t *acquired; /* counter of tiles after each block's first */
+    int32_t *written; /* [rows]: warps that have written g of the tile that begins there, or NULL */
+    int writers;      /* warps that write g of a tile */
+    bool linked;      /* rows are complete when `written` says so */
+} gemm_args;
+
+/* ---- tiles ---- */
+
+typedef struct {
+    int number, end, stride;
+} tile_queue;
+
+/* Returns the tiles of a block, after the predecessor has ended. The blocks of a pair go through
+ * pairs of tiles. */
+template <class S> static __device__ __forceinline__ tile_queue tiles_of_block(const gemm_args *a) {
+    constexpr int BLOCKS = S::pair ? 2 : 1;
+    return {(int)blockIdx.x / BLOCKS, a->count[1] / BLOCKS * a->row_tiles, (int)gridDim.x / BLOCKS};
+}
+
+typedef struct {
+    moe::row_tile rows;
+    int along; /* number of the tile of W */
+} place;
+
+template <class S>
+static __device__ __forceinline__ place place_at(const gemm_args *a, int number) {
+    int tile = number / a->row_tiles, along = number - tile * a->row_tiles;
+    if (S::pair)
+        tile = 2 * tile + (int)rank_in_cluster();
+    return {a->tiles[tile], along};
+}
+
+/* Returns the source of row `row`: its token of x if rows are gathered, or the sorted row. */
+static __device__ __forceinline__ int source_of(const gemm_args *a, int row) {
+    return a->slot ? a->slot[row] / a->top_k : row;
+}
+
+/* True for silu without a limit. */
+static __device__ __forceinline__ bool is_plain(const moe::activation *a) {
+    return a->kind == MOQ_MOE_SILU && isinf(a->limit);
+}
+
+/* True if products of every width have code for the activation: silu with a gate, relu2 without.
+ * Others use the largest products. */
+template <product_use USE>
+static __device__ __forceinline__ bool is_usual(const moe::activation *a) {
+    return USE == OF_D || a->kind == (USE == OF_ONE ? MOQ_MOE_RELU2 : MOQ_MOE_SILU);
+}
+
+/* Returns the first row of W of a warpgroup's wave, within the expert. */
+template <class S, product_use USE>
+static __device__ __forceinline__ int row_of_wave(const gemm_args *a, int along, int group,
+                                                  int wave) {
+    if (USE == OF_GATE_AND_UP)
+        return wave * a->half + (along * S::warpgroups + group) * WAVE_ROWS;
+    return ((along * S::warpgroups + group) * 2 + wave) * WAVE_ROWS;
+}
+
+template <product_use USE>
+static __device__ __forceinline__ int end_of_wave(const gemm_args *a, int wave) {
+    return USE == OF_GATE_AND_UP ? (wave + 1) * a->half : a->n;
+}
+
+/* ---- outputs ---- */
+
+static __device__ __forceinline__ float finish_sum(float sum, float of_row, float of_token,
+                                                   float bias) {
+    return __fadd_rn(__fmul_rn(sum, __fmul_rn(of_token, of_row)), bias);
+}
+
+/* Activations with code of their own. The code is unrolled, and unused branches would fill the
+ * instruction cache (docs/lab/experts-prefill.md). */
+typedef enum { PLAIN_SILU, ANY_SILU, RELU2, ANY_ACTIVATION } kind_of_code;
+
+template <kind_of_code KIND>
+static __device__ __forceinline__ float act(const moe::activation *a, float gate, float up) {
+    if (KIND == PLAIN_SILU)
+        return moe::silu_without_limit(a, gate, up);
+    if (KIND == ANY_SILU)
+        return moe::activate_as<MOQ_MOE_SILU>(a, gate, up);
+    if (KIND == RELU2)
+        return moe::activate_as<MOQ_MOE_RELU2>(a, gate, up);
+    return moe::activate(a, gate, up);
+}
+
+/* A kind of code as a type. */
+template <kind_of_code KIND> struct code_for {
+    static constexpr kind_of_code kind = KIND;
+};
+
+/* Calls `write` with the code for an activation. LARGEST: products have the largest width. */
+template <product_use USE, bool LARGEST, class F>
+static __device__ __forceinline__ void with_code(const moe::activation *a, F write) {
+    constexpr bool GATED = USE == OF_GATE_AND_UP;
+    if constexpr (GATED)
+        if (is_plain(a))
+            return write(code_for<PLAIN_SILU>());
+    if (!LARGEST || is_usual<USE>(a))
+        write(code_for<GATED ? ANY_SILU : RELU2>());
+    else if constexpr (LARGEST)
+        write(code_for<ANY_ACTIVATION>());
+}
+
+/* Moves the sums of the next tokens to the place of those before. */
+template <int COUNT, int ALL> static __device__ __forceinline__ void move_down(float (&sum)[ALL]) {
+#pragma unroll
+    for (int i = 0; i + COUNT < ALL; i++)
+        sum[i] = sum[i + COUNT];
+}
+
+static product_use use_of(const moe::expert_product *p) {
+    if (!p->first)
+        return OF_D;
+    return p->call->spec->gated ? OF_GATE_AND_UP : OF_ONE;
+}
+
+static gemm_args args_of(const moe::expert_product *p, int64_t steps, int64_t height,
+                         int warpgroups) {
+    const moq_moe_call *call = p->call;
+    const moq_linear_spec *spec = p->spec;
+    const moq_moe_weight *w = p->weight;
+    int64_t i = call->spec->w2.in_features;
+    int columns = warpgroups * WAVE_ROWS;
+    gemm_args a = {};
+    a.tiles = p->groups->tile;
+    a.count = p->groups->count;
+    a.steps = (int)steps;
+    a.n = (int)spec->out_features;
+    a.height = (int)height;
+    a.half = (int)i;
+    a.row_tiles = use_of(p) == OF_GATE_AND_UP ? (int)((i + columns - 1) / columns)
+                                              : (a.n + 2 * columns - 1) / (2 * columns);
+    a.act = moe::activation_of(call->spec);
+    if (p->first)
+        a.out = {p->out, (i + 15) / 16 * 16, spec->dtype, MOQ_DT_NONE, NULL};
+    else if (p->d_dtype == MOQ_DT_BF16)
+        a.out = {p->out, a.n, MOQ_DT_BF16, MOQ_DT_NONE, NULL};
+    else
+        a.d = (float *)p->out;
+    a.output_scale = w->output_scale;
+    a.bias = w->bias;
+    a.partition_count = spec->partition_count;
+    a.early = p->early;
+    a.acquired = p->groups->count + (p->first ? 2 : 3);
+    a.written = p->written;
+    a.linked = p->written && !p->first;
+    if (p->gathered) {
+        a.slot = p->groups->slot;
+        a.top_k = call->spec->top_k;
+        a.x = (const uint8_t *)p->rows->data;
+        a.x_stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
+        a.bytes = moe::row_bytes(p->rows->format, spec->dtype, spec->in_features);
+    }
+    return a;
+}
+
+/* Fills the arguments of FP8 products. */
+static gemm_args fp8_args_of(const moe::expert_product *p) {
+    int64_t steps = (p->spec->in_features + 127) / 128;
+    gemm_args a = args_of(p, steps, p->spec->out_features, 2);
+    if (p->first) {
+        bool by_expert = p->g->format == moe::ROWS_TENSOR;
+        a.format = g_format_of(p->call->spec);
+        a.codes = (uint8_t *)p->g->data;
+        a.code_stride = p->call->spec->w2.in_features;
+        a.g_scale = (float *)(by_expert ? p->call->w2.input_scale : p->g->scales);
+        a.g_scale_stride = p->g->scale_stride;
+    }
+    a.x_scale = p->rows->format == moe::ROWS_TENSOR ? NULL : (const float *)p->rows->scales;
+    a.x_scale_stride = p->rows->scale_stride;
+    a.input_scale = p->weight->input_scale;
+    a.block_scale = (const float *)p->weight->weight_scale;
+    a.block_step = moq_linear_block_rows(p->spec) * steps;
+    a.partitions = moq_partitions_of(p->spec);
+    return a;
+}
+
+/* Launches a kernel; `more` are two maps of kernels that take them after their arguments. */
+static moq_status launch(const moe::expert_product *p, const void *kernel, gemm_args *a, int shared,
+                         CUtensorMap *weights, CUtensorMap *rows, int warpgroups, bool pair,
+                         moq_err *err, CUtensorMap *more = NULL) {
+    int64_t tiles = p->tiles * a->row_tiles, blocks = p->spec->target.sm_count;
+    if (pair) /* tiles come in pairs */
+        blocks -= blocks % 2;
+    if (tiles > INT32_MAX)
+        return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
+                        (long long)p->most_rows);
+    moq_launch launch = {.what = "product of experts",
+                         .kernel = kernel,
+                         .grid = dim3((unsigned)(tiles < blocks ? tiles : blocks)),
+                         .block = dim3(128 * (unsigned)(warpgroups + 1)),
+                         .cluster = pair ? 2u : 0u,
+                         .shared = (size_t)shared,
+                         .stream = (cudaStream_t)p->call->stream,
+                         .pdl = true};
+    void *parameters[] = {weights, rows, a, more, more ? more + 1 : NULL};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+} // namespace moq::moe_prefill
+
+#endif

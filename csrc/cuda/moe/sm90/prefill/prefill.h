@@ -1,0 +1,61 @@
+/* Limits and row makers that the prefill kernels of experts on Hopper share. */
+#ifndef MOQ_CUDA_MOE_SM90_PREFILL_PREFILL_H
+#define MOQ_CUDA_MOE_SM90_PREFILL_PREFILL_H
+
+#include "cuda/moe/pipeline.h"
+
+namespace moq::moe_prefill {
+
+/* Multiple at which the rows of an expert begin if rows have scales of groups. */
+#define MOQ_MOE_PREFILL_ALIGN 4
+
+/* Multiple at which the rows of an expert begin if d leaves by TMA, in boxes of so many rows. */
+#define MOQ_MOE_PREFILL_ROWS_OF_D 8
+
+/* Tiles of FP8 rows that multiply each tile of W one after the other. */
+#define MOQ_MOE_PREFILL_TOGETHER 8
+
+/* Format of g: values of the layer's dtype, or e4m3 codes with per-tensor scales or scales of
+ * groups. */
+typedef enum { G_VALUES, G_TENSOR, G_GROUP } g_format;
+
+/* Returns the format of the rows that FP8 products of a layer take. */
+static inline moe::row_format fp8_format(const moq_linear_spec *spec) {
+    return spec->input == MOQ_INPUT_E4M3_GROUP   ? moe::ROWS_GROUP
+           : spec->input == MOQ_INPUT_E4M3_TOKEN ? moe::ROWS_TOKEN
+                                                 : moe::ROWS_TENSOR;
+}
+
+/* Returns the format of g of the first FP8 product: codes if their scale is known within a
+ * block. */
+static inline g_format g_format_of(const moq_moe_spec *spec) {
+    moe::row_format format = fp8_format(&spec->w2);
+    if (format == moe::ROWS_TENSOR)
+        return G_TENSOR;
+    return format == moe::ROWS_GROUP && spec->gated ? G_GROUP : G_VALUES;
+}
+
+moq_status multiply_fp8_large(const moe::expert_product *p, moq_err *err);
+
+/* Makes rows of x like make_rows_of_x, if neither router weights nor factors change x: ROWS_TENSOR,
+ * ROWS_TOKEN, ROWS_GROUP or ROWS_VALUES of 16-bit x, K a multiple of 16. The next kernel may read
+ * the groups before it waits. `written`, unless NULL, becomes 0 for rows of slots in all formats
+ * but ROWS_VALUES. */
+moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
+                               const moe::expert_rows *rows, int32_t *written, moq_err *err);
+
+/* Makes rows of g like make_rows_of_g, for ROWS_TOKEN or ROWS_GROUP. */
+moq_status make_codes_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
+                           const void *g, const moe::expert_rows *rows, moq_err *err);
+
+/* Make rows like make_rows_of_x and make_rows_of_g, for ROWS_TOKEN of 16-bit values, K a multiple
+ * of 16, in the order of moq_cuda_quantize.paired. The rows of an expert follow those before
+ * without a gap. */
+moq_status make_paired_rows_of_x(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
+                                 const moe::expert_rows *rows, moq_err *err);
+moq_status make_paired_rows_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
+                                 const void *g, const moe::expert_rows *rows, moq_err *err);
+
+} // namespace moq::moe_prefill
+
+#endif
