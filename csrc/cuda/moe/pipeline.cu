@@ -78,15 +78,18 @@ static workspace_layout layout_of(const slot_chunk *chunk, const expert_kernels 
     return l;
 }
 
+static int64_t bytes_of(const moq_moe_call *call, const expert_kernels *k, int64_t tokens) {
+    slot_chunk chunk = chunk_of(call, k, 0, tokens);
+    return layout_of(&chunk, k).end;
+}
+
 /* Returns the tokens of a chunk: the fewest chunks of equal size whose workspaces fit MEMORY. */
 static int64_t chunk_tokens(const moq_moe_call *call, const expert_kernels *k) {
-    slot_chunk all = chunk_of(call, k, 0, call->tokens);
     int64_t by_slots = call->tokens * call->spec->top_k / (INT32_MAX / 2) + 1;
-    int64_t chunks = layout_of(&all, k).end / MEMORY + 1;
+    int64_t chunks = bytes_of(call, k, call->tokens) / MEMORY + 1;
     for (chunks = chunks > by_slots ? chunks : by_slots;; chunks++) {
         int64_t each = (call->tokens + chunks - 1) / chunks;
-        slot_chunk chunk = chunk_of(call, k, 0, each);
-        if (each == 1 || layout_of(&chunk, k).end <= MEMORY)
+        if (each == 1 || bytes_of(call, k, each) <= MEMORY)
             return each;
     }
 }
@@ -142,9 +145,11 @@ moq_status run_experts(const moq_moe_call *call, const expert_kernels *kernels, 
     return MOQ_OK;
 }
 
+/* The last chunk is smaller, but may be sorted in more ranges. */
 int64_t experts_workspace(const moq_moe_call *call, const expert_kernels *kernels) {
-    slot_chunk chunk = chunk_of(call, kernels, 0, chunk_tokens(call, kernels));
-    return layout_of(&chunk, kernels).end;
+    int64_t each = chunk_tokens(call, kernels), last = call->tokens % each;
+    int64_t most = bytes_of(call, kernels, each), other = last ? bytes_of(call, kernels, last) : 0;
+    return most > other ? most : other;
 }
 
 } // namespace moq::moe

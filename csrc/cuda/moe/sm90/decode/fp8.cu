@@ -823,12 +823,12 @@ static moq_status launch_fused_fp8(const moq_moe_call *call, const moq_moe_fused
     a.down_at = share->down_at;
     const void *kernel = spec->w13.dtype == MOQ_DT_F16 ? fused_kernel_of<MOQ_DT_F16>(mode)
                                                        : fused_kernel_of<MOQ_DT_BF16>(mode);
-    MOQ_TRY(launch_first(call, share, "FP8 experts", kernel, &a, err));
+    MOQ_TRY(launch_kernel(call, share, FUSED_THREADS, "FP8 experts", kernel, &a, err));
     fused_sum_args sum = sum_of(call, &a.tile);
     sum.factor = 1;
     if (mode != MOQ_INPUT_E4M3_TENSOR)
         sum.down.input_scale = NULL;
-    return launch_second(call, share, &sum, err);
+    return launch_fused_sum(call, share, &sum, err);
 }
 
 /* Returns the kernel for the K range of a warp, one of MOQ_MOE_FP8_DECODE_SPLIT_K

@@ -702,21 +702,6 @@ static inline fused_args fused_tiles_of(const moq_moe_call *call, const moq_moe_
     return a;
 }
 
-static inline moq_status launch_first(const moq_moe_call *call, const moq_moe_fused *share,
-                                      const char *what, const void *kernel, void *args,
-                                      moq_err *err) {
-    moq_launch launch = {.what = what,
-                         .kernel = kernel,
-                         .grid = dim3((unsigned)share->grid),
-                         .block = dim3(FUSED_THREADS),
-                         .cluster = share->cluster > 1 ? (unsigned)share->cluster : 0,
-                         .shared = (size_t)share->shared,
-                         .stream = (cudaStream_t)call->stream,
-                         .pdl = true};
-    void *parameters[] = {args};
-    return moq_cuda_launch(&launch, parameters, err);
-}
-
 /* Fills the arguments of the adding kernel from those of the first. */
 static inline fused_sum_args sum_of(const moq_moe_call *call, const fused_args *a) {
     fused_sum_args sum = {};
@@ -734,8 +719,8 @@ static inline fused_sum_args sum_of(const moq_moe_call *call, const fused_args *
     return sum;
 }
 
-static inline moq_status launch_second(const moq_moe_call *call, const moq_moe_fused *share,
-                                       fused_sum_args *args, moq_err *err) {
+static inline moq_status launch_fused_sum(const moq_moe_call *call, const moq_moe_fused *share,
+                                          fused_sum_args *args, moq_err *err) {
     unsigned columns = share->by_slots ? 32 : 4 * ADD_THREADS;
     moq_launch add = {
         .what = "the sum over slots",
@@ -753,11 +738,11 @@ static inline moq_status launch_second(const moq_moe_call *call, const moq_moe_f
 static inline moq_status launch_fused(const moq_moe_call *call, const moq_moe_fused *share,
                                       const char *what, const void *kernel, fused_args *a,
                                       float factor, moq_err *err) {
-    MOQ_TRY(launch_first(call, share, what, kernel, a, err));
+    MOQ_TRY(launch_kernel(call, share, FUSED_THREADS, what, kernel, a, err));
     fused_sum_args sum = sum_of(call, a);
     sum.factor = factor;
     sum.down.input_scale = NULL;
-    return launch_second(call, share, &sum, err);
+    return launch_fused_sum(call, share, &sum, err);
 }
 
 } // namespace moq::moe_decode

@@ -517,8 +517,8 @@ static inline moq_status launch_all(const moq_moe_call *call, const moq_moe_deco
     down->common.by_items = divisor_of((down->slabs + share->down.slabs - 1) / share->down.slabs);
     up->common.by_stages = divisor_of(share->up.pieces);
     down->common.by_stages = divisor_of(share->down.pieces);
-    MOQ_TRY(launch_half(call, &share->up, what, up_kernel, up, err));
-    MOQ_TRY(launch_half(call, &share->down, what, down_kernel, down, err));
+    MOQ_TRY(launch_kernel(call, &share->up, THREADS, what, up_kernel, up, err));
+    MOQ_TRY(launch_kernel(call, &share->down, THREADS, what, down_kernel, down, err));
     return share->down.split ? launch_sum(call, down, err) : MOQ_OK;
 }
 

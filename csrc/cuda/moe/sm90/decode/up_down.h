@@ -651,15 +651,17 @@ static inline down_args down_of(const moq_moe_call *call, const moq_moe_decode_s
     return a;
 }
 
-static inline moq_status launch_half(const moq_moe_call *call, const moq_moe_decode_half *half,
-                                     const char *what, const void *kernel, void *args,
-                                     moq_err *err) {
+/* Launches a kernel on the grid of a moq_moe_decode_half or moq_moe_fused. */
+template <class GEOMETRY>
+static inline moq_status launch_kernel(const moq_moe_call *call, const GEOMETRY *g, int threads,
+                                       const char *what, const void *kernel, void *args,
+                                       moq_err *err) {
     moq_launch launch = {.what = what,
                          .kernel = kernel,
-                         .grid = dim3((unsigned)half->grid),
-                         .block = dim3(THREADS),
-                         .cluster = half->cluster > 1 ? (unsigned)half->cluster : 0,
-                         .shared = (size_t)half->shared,
+                         .grid = dim3((unsigned)g->grid),
+                         .block = dim3((unsigned)threads),
+                         .cluster = g->cluster > 1 ? (unsigned)g->cluster : 0,
+                         .shared = (size_t)g->shared,
                          .stream = (cudaStream_t)call->stream,
                          .pdl = true};
     void *parameters[] = {args};

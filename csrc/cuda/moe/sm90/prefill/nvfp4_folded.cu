@@ -333,25 +333,6 @@ multiply_folded(const folded_pipeline *t, int steps, pipeline_state *slot, float
 #define OUT_HALF    (OUT_ROWS * 128)       /* staged bytes of d of a half */
 #define OUT_BYTES   (2 * 2 * 2 * OUT_HALF) /* of two warpgroups, halves and buffers */
 
-/* Stores a box like store_box_2d (device/ptx.h), as one of several that commit_boxes() groups. */
-static __device__ __forceinline__ void put_box_2d(const CUtensorMap *map, int c0, int c1,
-                                                  uint32_t from) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
-        "r"(c0), "r"(c1), "r"(from)
-        : "memory");
-}
-
-static __device__ __forceinline__ void commit_boxes(void) {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-/* Waits until at most `pending` of this thread's groups of boxes are still reading shared
- * memory. */
-template <int pending> static __device__ __forceinline__ void wait_for_boxes(void) {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
-}
-
 /* Epilogue operands of a warpgroup: of rows of W, the first half's and then the second's, and of
  * tokens. */
 typedef struct {
@@ -558,7 +539,7 @@ static __device__ __forceinline__ void write_folded_d(const gemm_args *a, const 
         float own[16];
         choose_sums(sum, chunk, own);
         if (thread == 0)
-            wait_for_boxes<1>(); /* the other buffer may still be leaving */
+            store_wait<1>(); /* the other buffer may still be leaving */
         barrier_sync(2 + group, 128);
         stage_d(room, &e, w->state->x + first, own);
         fence_async_proxy();
@@ -569,9 +550,9 @@ static __device__ __forceinline__ void write_folded_d(const gemm_args *a, const 
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 if (count == OUT_ROWS && column + half * 64 < a->n)
-                    put_box_2d(w->map, (column + half * 64) * 4, p->rows.first + first,
-                               room + half * OUT_HALF);
-            commit_boxes(); /* an empty group counts, too */
+                    store_box_of_group(w->map, (column + half * 64) * 4, p->rows.first + first,
+                                       room + half * OUT_HALF);
+            store_commit(); /* an empty group counts, too */
         }
         w->turn ^= 1;
     }
@@ -637,7 +618,7 @@ consume_folded(const folded_args *f, const folded_pipeline *t, int group, folded
     for (; q.number < q.end; q.number += q.stride)
         make_fitting_tile<S, USE>(f, t, &q, &p, &slot, group, w);
     if (threadIdx.x % 128 == 0)
-        wait_for_boxes<0>();
+        store_wait<0>();
 }
 
 template <class S, product_use USE>
