@@ -110,6 +110,6 @@ def test_inspect_shows_that_it_reads(terminal, data):
     """184,000 tensors took eleven seconds without a sign of life."""
     status, out = terminal("inspect", data / "checkpoints" / "qwen3moe_nvfp4", errors=True)
     assert status == 0
-    bar, report = out.split("\r\x1b[K")[1:]
+    bar, *_, report = out.split("\r\x1b[K")[1:]  # drawn again after a tenth of a second
     assert re.match(r"\[\.+\] 0 % .*_scale", bar)
     assert "Qwen3MoeForCausalLM" in report
