@@ -308,7 +308,7 @@ static __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t codes) {
 /* Converts the two e2m1 codes of a byte, times their block scale, to float16, which holds them. */
 static __device__ __forceinline__ uint32_t halves_of_e2m1(uint32_t byte, float block) {
     uint32_t bits = (byte & 0x07u) << 9 | (byte & 0x08u) << 12 | (byte & 0x70u) << 21 |
-                    (byte & 0x80u) << 24; /* as float16, times 2^-14 */
+                    (byte & 0x80u) << 24; /* float16 bits, times 2^-14 */
     float2 pair = moq_widen_pair(bits, MOQ_DT_F16);
     block *= 16384.0f;
     return moq_narrow_pair(MOQ_DT_F16, __fmul_rn(pair.x, block), __fmul_rn(pair.y, block));

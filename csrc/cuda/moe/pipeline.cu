@@ -27,7 +27,7 @@ typedef struct {
 static slot_chunk chunk_of(const moq_moe_call *call, const expert_kernels *k, int64_t first,
                            int64_t tokens) {
     const moq_moe_spec *spec = call->spec;
-    double rows = (double)call->tokens * spec->top_k / spec->global_experts; /* of a share, too */
+    double rows = (double)call->tokens * spec->top_k / spec->global_experts; /* a share, too */
     row_tiling t = k->tiling(call, rows);
     return {call, first, tokens, t.rows, t.align, t.pairs};
 }

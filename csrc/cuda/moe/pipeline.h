@@ -66,7 +66,7 @@ moq_status combine_rows(const slot_chunk *chunk, const slot_groups *groups, rows
  * expert e. A family's first product may apply the activation, too. */
 typedef struct {
     const moq_moe_call *call;
-    const moq_linear_spec *spec; /* of one expert */
+    const moq_linear_spec *spec; /* layer of one expert */
     const moq_moe_weight *weight;
     const expert_rows *rows, *g; /* g: rows of the second product, which the first may write */
     const slot_groups *groups;

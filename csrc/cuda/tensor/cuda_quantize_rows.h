@@ -130,7 +130,7 @@ typedef struct {
     void *value_out;    /* [M, K]: values beside codes, or NULL */
     bool aligned_values;
     float columns, eps;
-    int parts; /* of a row: sums of a warp's chunks */
+    int parts; /* partial sums of a row, each of a warp's chunks */
 } norm_source;
 
 /* Returns the place of a row's chunk; the last one's beyond the end, so that all threads can

@@ -29,7 +29,7 @@ typedef struct {
     strided x, cos, sin;
     void *out;
     int64_t count, tokens, heads; /* tokens in all, and tokens of a sequence */
-    int half, pieces;             /* of a head: values and pieces of a half */
+    int half, pieces;             /* values and pieces of half a head */
 } rotary_args;
 
 /* Loads values of each half of a head, from `at` on, `left` of them at most. */

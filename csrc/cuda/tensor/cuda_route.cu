@@ -34,9 +34,9 @@ typedef struct {
     int64_t count; /* tokens */
     float *weights;
     int32_t *ids;
-    const uint8_t *padding; /* of tokens, or NULL */
+    const uint8_t *padding; /* [tokens], or NULL */
     moq_route_scoring scoring;
-    bool divides_by_chosen; /* by the sum of the chosen u, else, for softmax, of all */
+    bool divides_by_chosen; /* sum of the chosen u; else, for softmax, of all */
     float factor;
     int experts, top_k;
     int groups, top_groups;

@@ -56,7 +56,7 @@ typedef struct {
     int top_k;
     const uint8_t *x; /* and x: tokens of `bytes` bytes, x_stride apart */
     int64_t x_stride, bytes;
-    const float *x_scale; /* of rows, or by groups [steps, x_scale_stride], or NULL */
+    const float *x_scale; /* scales of rows, or of groups [steps, x_scale_stride], or NULL */
     int64_t x_scale_stride;
     const float *input_scale; /* [E, partitions] if x_scale is NULL, or NULL too */
     int partition_count;

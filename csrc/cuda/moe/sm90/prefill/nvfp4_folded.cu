@@ -231,7 +231,7 @@ static __device__ __forceinline__ uint32_t place_of_unit(uint32_t operands, int 
 template <class S>
 static __device__ __forceinline__ void fold_weights(const gemm_args *a, const folded_barriers *b,
                                                     uint32_t packed, uint32_t operands, int warp) {
-    constexpr int UNITS = S::wide ? 4 : 2; /* of both halves in turn */
+    constexpr int UNITS = S::wide ? 4 : 2; /* units of both halves in turn */
     int slab = warp % 4, unit = S::wide ? 0 : warp / 4;
     uint32_t own = packed + slab * PACKED_SLAB + unit * MOQ_PACK_BYTES;
     uint32_t out = place_of_unit(operands, slab, unit);
@@ -331,7 +331,7 @@ multiply_folded(const folded_pipeline *t, int steps, pipeline_state *slot, float
 #define OUT_ROWS    32                     /* tokens of an epilogue step */
 #define OUT_COLUMNS 32                     /* columns of a warpgroup in a half */
 #define OUT_HALF    (OUT_ROWS * 128)       /* staged bytes of d of a half */
-#define OUT_BYTES   (2 * 2 * 2 * OUT_HALF) /* of two warpgroups, halves and buffers */
+#define OUT_BYTES   (2 * 2 * 2 * OUT_HALF) /* bytes: two warpgroups, halves and buffers */
 
 /* Epilogue operands of a warpgroup: of rows of W, the first half's and then the second's, and of
  * tokens. */
@@ -341,7 +341,7 @@ typedef struct {
 
 /* The output path of a warpgroup. */
 typedef struct {
-    const CUtensorMap *map; /* of d, in boxes of OUT_ROWS by 32 columns */
+    const CUtensorMap *map; /* map of d, in boxes of OUT_ROWS by 32 columns */
     folded_epilogue_operands *state;
     uint32_t room; /* two buffers of OUT_ROWS tokens */
     int turn;      /* number of the next buffer */

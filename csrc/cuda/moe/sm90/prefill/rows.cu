@@ -33,7 +33,7 @@ typedef struct {
     int partition_count, top_k, k;
     int sources;    /* tokens, or rows at most */
     uint8_t *codes; /* [rows, k], or values */
-    float *scales;  /* of rows, or of groups [K / 128, scale_stride] */
+    float *scales;  /* scales of rows, or of groups [K / 128, scale_stride] */
     int64_t scale_stride;
     bool of_g; /* TREATED rows are of g, not of x */
     int64_t first;
