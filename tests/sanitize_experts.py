@@ -22,7 +22,7 @@ SIZES = ((20, 320, 448, 3), (6, 1024, 256, 2), (9, 2048, 192, 4), (3, 2880, 384,
 ACTIVATIONS = (("silu", True), ("swigluoai", True), ("relu2", False))
 """Activations that have code of their own, and whether there is a gate; layers take turns."""
 
-DECODE_TOKENS, DECODE_CONFIGS = (1, 2, 24, 70), 34
+DECODE_TOKENS, DECODE_CONFIGS = (1, 2, 24, 70), 6
 PREFILL_TOKENS, PREFILL_CONFIGS = (5, 90, 700), 6
 
 

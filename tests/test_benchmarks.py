@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from . import moe_calls
-
 ROOT = Path(__file__).parent.parent
-WAYS = Path(__file__).parent / "data" / "expert_ways.txt"
 pytestmark = pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="a source tree without benchmarks")
 
 
@@ -376,18 +373,6 @@ def test_experts_without_a_gate(tree: None, quant_algo: str | None) -> None:
     y = call(batch)
     assert 0 < made.errors(batch, y).worst < (2.5e-3 if quant_algo else 2e-2)
     assert made.errors(batch, 1.5 * y).median > 0.4
-
-
-@pytest.mark.parametrize(("layer", "ways"), [("FP8", 2), ("FP8_PB_WO", 2), ("NVFP4", 5), ("NVFP4,fp8", 2)])
-def test_ways_of_experts(tree: None, layer: str, ways: int) -> None:
-    """Every way is found, and a line of one is what tests of the choice read."""
-    module = importlib.import_module("benchmarks.expert_ways")
-    algo, _, compute = layer.partition(",")
-    plan = moe_calls.plan(algo, 128, 2048, 768, 8, compute=compute or "exact", chip="H200 SXM")
-    assert module.variants_of(plan, module.KERNELS[layer], 512) == list(range(1, ways + 1))
-    cell = module.Cell("H200 SXM", layer, "Mixtral-8x7B", 512, {1: 530.06, 0: 563.14})
-    assert cell.line() == f"H200 SXM; {layer}; Mixtral-8x7B; 512; 0:563.1 1:530.1"
-    assert any(line.startswith(cell.line().rpartition("; ")[0]) for line in WAYS.read_text().splitlines())
 
 
 def test_slices_of_experts_are_joined(tree: None) -> None:

@@ -120,6 +120,12 @@ static PyObject *device(PyObject *self, void *unused) {
     return PyUnicode_FromString(moq_device_text(plan_of(self)->layer.device, text, sizeof text));
 }
 
+/* How fast the memory of the device is beside an H200's. */
+static PyObject *memory(PyObject *self, void *unused) {
+    (void)unused;
+    return PyFloat_FromDouble((double)plan_of(self)->layer.target->memory);
+}
+
 /* ---- the choice ---- */
 
 /* Picks the kernel that runs so many tokens, of which there are `least` at least; -1 with an
@@ -153,14 +159,73 @@ static PyObject *compute_for(PyObject *self, PyObject *tokens) {
     return PyUnicode_FromString(moq_compute_name(compute));
 }
 
-/* The row of the kernel's table of ways that runs so many tokens: (kernel, row of its table of
- * ways). */
-static PyObject *row(PyObject *self, PyObject *tokens) {
+static const moq_signature CONFIG = {"config", 2, 1, 2, {KW_tokens, KW_input_scale}};
+
+/* The config that runs so many tokens, whose x comes with a scale or not. */
+static PyObject *config(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
+                        PyObject *kwnames) {
+    const moq_plan *plan = plan_of(self);
+    PyObject *v[2];
     moq_choice choice;
-    if (pick(self, tokens, 1, &choice) < 0)
+    if (moq_args_parse(moq_plan_state(self), &CONFIG, values, nargs, kwnames, v) < 0 ||
+        pick(self, v[0], 1, &choice) < 0)
         return NULL;
-    PyObject *name = name_of(plan_of(self)->operation->name(choice.kernel));
-    return name ? Py_BuildValue("(Ni)", name, moq_tiling_row(choice.config.tiling)) : NULL;
+    int64_t m = PyLong_AsLongLong(v[0]);
+    int scaled = v[1] ? PyObject_IsTrue(v[1]) : 1;
+    if (scaled < 0)
+        return NULL;
+    PyObject *name = name_of(plan->operation->name(choice.kernel));
+    const moq_configs *family = plan->operation->family(choice.kernel);
+    int blocks = moq_tiling_blocks(scaled ? choice.config.tiling : choice.config.dynamic_tiling);
+    int config = family ? moq_config_of(family, choice.config, scaled) : 0;
+    moq_problem p = moq_plan_problem(plan, m);
+    p.scaled = scaled;
+    double seconds =
+        family ? moq_try_config(family, &p, config).seconds : moq_plan_cost(plan, choice.kernel, m);
+    return name
+               ? Py_BuildValue("(Niiid)", name, (int)choice.config.variant, config, blocks, seconds)
+               : NULL;
+}
+
+/* (kernel, config, row of rates, counts, seconds) of a config, or None where it cannot be. */
+static PyObject *describe_config(const moq_plan *plan, int kernel, const moq_problem *p,
+                                 int config) {
+    const moq_configs *family = plan->operation->family(kernel);
+    moq_load w = {.rates = config};
+    if (!family->work(p, config, &w))
+        return Py_NewRef(Py_None);
+    PyObject *name = name_of(plan->operation->name(kernel));
+    return name ? Py_BuildValue("(Nii(ddddddd)d)", name, config, w.rates, w.bytes, w.inside[0],
+                                w.inside[1], w.inside[2], w.beside[0], w.beside[1], w.beside[2],
+                                moq_try_config(family, p, config).seconds)
+                : NULL;
+}
+
+static int append_configs(PyObject *list, const moq_plan *plan, int kernel, const moq_problem *p) {
+    int configs = plan->operation->family(kernel)->configs, status = 0;
+    for (int i = 0; i < configs && status == 0; i++) {
+        PyObject *row = describe_config(plan, kernel, p, i);
+        status = row && row != Py_None ? PyList_Append(list, row) : row ? 0 : -1;
+        Py_XDECREF(row);
+    }
+    return status;
+}
+
+/* Every config that is compared for so many tokens, of all kernels that can run them. */
+static PyObject *configs(PyObject *self, PyObject *tokens) {
+    const moq_plan *plan = plan_of(self);
+    char reason[MOQ_REASON_SIZE];
+    int64_t m;
+    if (moq_arg_int(tokens, "tokens", 1, INT64_MAX, &m) < 0)
+        return NULL;
+    moq_problem p = moq_plan_problem(plan, m);
+    PyObject *list = PyList_New(0);
+    int status = list ? 0 : -1;
+    for (int i = 0; i < plan->count && status == 0; i++)
+        if (plan->operation->family(plan->kernel[i]) &&
+            moq_plan_can_run(plan, plan->kernel[i], m, reason))
+            status = append_configs(list, plan, plan->kernel[i], &p);
+    return finish(list, status);
 }
 
 /* The estimates that the plan compares: (kernel, variant, seconds) of each kernel that runs so many
@@ -180,9 +245,8 @@ static PyObject *estimates(PyObject *self, PyObject *tokens) {
         moq_kernel_name named = operation->name(kernel);
         PyObject *name = PyUnicode_FromFormat("%s:%s", named.family, named.name);
         PyObject *row =
-            name ? Py_BuildValue("(Nid)", name,
-                                 (int)operation->choose(plan->problem, kernel, m, 0).variant,
-                                 operation->cost(plan->problem, kernel, m))
+            name ? Py_BuildValue("(Nid)", name, (int)moq_plan_config(plan, kernel, m, 0).variant,
+                                 moq_plan_cost(plan, kernel, m))
                  : NULL;
         if (!row || PyList_Append(list, row) < 0)
             Py_CLEAR(list);
@@ -363,7 +427,14 @@ static PyMethodDef PLAN_METHODS[] = {
     {"backend", backend, METH_O, "backend(tokens) -> str: the kernel for that many tokens"},
     {"compute_for", compute_for, METH_O,
      "compute_for(tokens) -> str: what that many tokens are multiplied as"},
-    {"row", row, METH_O, "row(tokens) -> (kernel, row of its table of ways) for that many tokens"},
+    {"config", (PyCFunction)(void (*)(void))config, METH_FASTCALL | METH_KEYWORDS,
+     "config(tokens, input_scale=True) -> (kernel, variant, config, blocks that share, seconds) of "
+     "a "
+     "call of so many, as the plan keeps it; input_scale: whether the layer has one"},
+    {"configs", configs, METH_O,
+     "configs(tokens) -> list of (kernel, config, row of rates, counts, seconds): what is compared "
+     "for "
+     "so many"},
     {"estimates", estimates, METH_O,
      "estimates(tokens) -> list of (kernel, variant, seconds) of those that run so many"},
     {"explain", (PyCFunction)(void (*)(void))explain, METH_FASTCALL | METH_KEYWORDS,
@@ -387,6 +458,7 @@ static PyGetSetDef PLAN_ATTRIBUTES[] = {
     {"group_size", group_size, NULL, "columns that share a block scale, or None", NULL},
     {"dtype", dtype, NULL, "full name of the dtype of x and y", NULL},
     {"device", device, NULL, "\"cpu\" or \"cuda:N\"", NULL},
+    {"memory", memory, NULL, "how fast the memory of the device is beside an H200's", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -85,35 +85,6 @@ static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     return object;
 }
 
-/* ---- the way of a call ---- */
-
-static const moq_signature WAY = {"config", 2, 1, 2, {KW_tokens, KW_input_scale}};
-
-static PyObject *config(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
-                        PyObject *kwnames) {
-    moq_plan *plan = &((moq_plan_object *)self)->plan;
-    moq_state *state = moq_plan_state(self);
-    PyObject *v[2];
-    moq_choice choice;
-    int64_t m;
-    moq_err err;
-    if (moq_args_parse(state, &WAY, values, nargs, kwnames, v) < 0 ||
-        moq_arg_int(v[0], "tokens", 1, INT64_MAX, &m) < 0)
-        return NULL;
-    int scaled = v[1] ? PyObject_IsTrue(v[1]) : 1;
-    if (scaled < 0)
-        return NULL;
-    if (moq_plan_pick(plan, m, &choice, &err) != MOQ_OK)
-        return moq_raise(state, &err);
-    moq_kernel_name named = plan->operation->name(choice.kernel);
-    PyObject *name = PyUnicode_FromFormat("%s:%s", named.family, named.name);
-    uint8_t tiling = scaled ? choice.config.tiling : choice.config.dynamic_tiling;
-    return name ? Py_BuildValue("(Niiid)", name, (int)choice.config.variant, moq_tiling_row(tiling),
-                                moq_tiling_blocks(tiling),
-                                moq_linear_config_seconds(plan->problem, m, choice, scaled))
-                : NULL;
-}
-
 /* ---- run ---- */
 
 /* The bias, or *bias = NULL where there is none: of float32, or as the layer's dtype. */
@@ -194,9 +165,6 @@ static PyMethodDef LINEAR_METHODS[] = {
      "prepare(params, out=None) -> dict of prepared tensors"},
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL | METH_KEYWORDS,
      "run(x, params, bias=None, out=None, stream=None) -> y"},
-    {"config", (PyCFunction)(void (*)(void))config, METH_FASTCALL | METH_KEYWORDS,
-     "config(tokens, input_scale=True) -> (kernel, variant, row of its table, blocks that share, "
-     "seconds) of a call of so many, as the plan keeps it; input_scale: whether the layer has one"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -20,7 +20,7 @@ extern "C" {
 typedef struct {
     int32_t capability; /* 10 * major + minor, 90 for Hopper; 0 for the CPU or no device */
     int32_t sm_count;
-    int32_t chip;               /* its row in the table of chips (cuda/choice/chip.h), 0 for none */
+    float memory, cores;        /* rates of its memory, and of a multiprocessor, of an H200's */
     bool assumed;               /* named by the caller; nobody looked whether it is there */
     char missing[256];          /* why no CUDA kernel can run on it; empty if one can */
     char cublaslt_missing[160]; /* why cuBLASLt cannot be used; empty if it can */

@@ -22,7 +22,8 @@ typedef struct {
     int major; /* compute capability */
     int minor;
     int sm_count;
-    int shared_per_block; /* bytes a block may have, opted in */
+    int sm_mhz, memory_mhz, bus_bits; /* clocks, and width of the memory; 0 where unknown */
+    int shared_per_block;             /* bytes a block may have, opted in */
     int l2_bytes;
     uint64_t memory; /* bytes */
 } moq_cuda_device;

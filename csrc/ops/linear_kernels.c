@@ -45,8 +45,11 @@ bool moq_linear_runs_on_isa(const moq_linear_spec *spec, moq_isa isa, char *reas
     }
 
 #define CPU_ROW(isa_name)                                                                          \
-    {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, NULL,                                \
-     run_##isa_name,     .takes_codes = true}
+    {{"cpu", #isa_name},                                                                           \
+     can_run_##isa_name,                                                                           \
+     .cost = cost_##isa_name,                                                                      \
+     .run = run_##isa_name,                                                                        \
+     .takes_codes = true}
 
 CPU_KERNEL(portable, MOQ_ISA_PORTABLE)
 CPU_KERNEL(avx2, MOQ_ISA_AVX2)
@@ -334,101 +337,77 @@ static const moq_linear_kernel KERNELS[] = {
     CPU_ROW(amx),
     {{"cuda", "simt"},
      can_run_simt,
-     moq_cuda_simt_seconds,
-     moq_cuda_simt_workspace,
-     moq_cuda_simt_linear},
+     &MOQ_SIMT,
+     .workspace = moq_cuda_simt_workspace,
+     .run = moq_cuda_simt_linear},
     {{"cuda", "sm90_fp8_decode"},
      can_run_fp8_decode,
-     moq_cuda_fp8_decode_seconds,
-     NULL,
-     moq_cuda_fp8_decode,
-     NULL,
-     moq_cuda_fp8_decode_choose,
+     &MOQ_FP8_DECODE,
+     .run = moq_cuda_fp8_decode,
      .takes_codes = true},
     {{"cuda", "sm89_fp8"},
      can_run_sm89_fp8,
-     moq_cuda_mma_fp8_as_e4m3_seconds,
-     moq_cuda_mma_fp8_workspace,
-     moq_cuda_mma_fp8_as_e4m3,
+     &MOQ_MMA_FP8_AS_E4M3,
+     .workspace = moq_cuda_mma_fp8_workspace,
+     .run = moq_cuda_mma_fp8_as_e4m3,
      .takes_codes = true},
     {{"cuda", "sm80_fp8"},
      can_run_sm80_fp8,
-     moq_cuda_mma_fp8_as_f16_seconds,
-     moq_cuda_mma_fp8_workspace,
-     moq_cuda_mma_fp8_as_f16,
+     &MOQ_MMA_FP8_AS_F16,
+     .workspace = moq_cuda_mma_fp8_workspace,
+     .run = moq_cuda_mma_fp8_as_f16,
      .takes_codes = true},
     {{"cuda", "sm90_fp8_prefill"},
      can_run_fp8_prefill,
-     moq_cuda_fp8_prefill_seconds,
-     moq_cuda_fp8_prefill_workspace,
-     moq_cuda_fp8_prefill,
-     moq_cuda_fp8_prefill_variants,
-     moq_cuda_fp8_prefill_choose,
-     moq_cuda_fp8_prefill_config_seconds,
+     &MOQ_FP8_PREFILL,
+     .workspace = moq_cuda_fp8_prefill_workspace,
+     .run = moq_cuda_fp8_prefill,
      .takes_codes = true},
     {{"cuda", "sm90_nvfp4_decode"},
      can_run_nvfp4_decode,
-     moq_cuda_nvfp4_decode_seconds,
-     NULL,
-     moq_cuda_nvfp4_decode,
-     moq_cuda_nvfp4_decode_variants,
-     moq_cuda_nvfp4_decode_choose,
-     moq_cuda_nvfp4_decode_config_seconds},
+     &MOQ_NVFP4_DECODE,
+     .run = moq_cuda_nvfp4_decode},
     {{"cuda", "sm80_nvfp4"},
      can_run_sm80_nvfp4,
-     moq_cuda_mma_nvfp4_seconds,
-     moq_cuda_mma_nvfp4_workspace,
-     moq_cuda_mma_nvfp4},
+     &MOQ_MMA_NVFP4,
+     .workspace = moq_cuda_mma_nvfp4_workspace,
+     .run = moq_cuda_mma_nvfp4},
     {{"cuda", "sm90_nvfp4_medium"},
      can_run_nvfp4_medium,
-     moq_cuda_nvfp4_medium_seconds,
-     moq_cuda_nvfp4_medium_workspace,
-     moq_cuda_nvfp4_medium,
-     moq_cuda_nvfp4_medium_variants,
-     moq_cuda_nvfp4_medium_choose,
-     moq_cuda_nvfp4_medium_config_seconds},
+     &MOQ_NVFP4_MEDIUM,
+     .workspace = moq_cuda_nvfp4_medium_workspace,
+     .run = moq_cuda_nvfp4_medium},
     {{"cuda", "sm90_nvfp4_prefill"},
      can_run_nvfp4_prefill,
-     moq_cuda_nvfp4_prefill_seconds,
-     moq_cuda_nvfp4_prefill_workspace,
-     moq_cuda_nvfp4_prefill,
-     moq_cuda_nvfp4_prefill_variants,
-     moq_cuda_nvfp4_prefill_choose,
-     moq_cuda_nvfp4_prefill_config_seconds},
+     &MOQ_NVFP4_PREFILL,
+     .workspace = moq_cuda_nvfp4_prefill_workspace,
+     .run = moq_cuda_nvfp4_prefill},
     {{"cuda", "sm90_nvfp4_fp8_prefill"},
      can_run_nvfp4_fp8_prefill,
-     moq_cuda_nvfp4_fp8_prefill_seconds,
-     moq_cuda_nvfp4_fp8_prefill_workspace,
-     moq_cuda_nvfp4_fp8_prefill,
-     moq_cuda_nvfp4_fp8_prefill_variants,
-     moq_cuda_nvfp4_fp8_prefill_choose,
-     moq_cuda_nvfp4_fp8_prefill_config_seconds,
+     &MOQ_NVFP4_FP8_PREFILL,
+     .workspace = moq_cuda_nvfp4_fp8_prefill_workspace,
+     .run = moq_cuda_nvfp4_fp8_prefill,
      .folds = true},
     {{"cuda", "sm90_nvfp4_fp8_medium"},
      can_run_nvfp4_fp8_medium,
-     moq_cuda_nvfp4_fp8_medium_seconds,
-     moq_cuda_nvfp4_fp8_medium_workspace,
-     moq_cuda_nvfp4_fp8_medium,
-     moq_cuda_nvfp4_fp8_medium_variants,
-     moq_cuda_nvfp4_fp8_medium_choose,
-     moq_cuda_nvfp4_fp8_medium_config_seconds,
+     &MOQ_NVFP4_FP8_MEDIUM,
+     .workspace = moq_cuda_nvfp4_fp8_medium_workspace,
+     .run = moq_cuda_nvfp4_fp8_medium,
      .folds = true},
     {{"cuda", "cublaslt"},
      can_run_cublaslt,
-     moq_cublaslt_seconds,
-     moq_cublaslt_workspace,
-     moq_cublaslt_linear,
-     moq_cublaslt_variants,
-     moq_cublaslt_choose,
+     &MOQ_CUBLASLT,
+     .workspace = moq_cublaslt_workspace,
+     .run = moq_cublaslt_linear,
+     .variants = moq_cublaslt_variants,
      .takes_codes = true,
      .folds = true},
     {{"cuda", "cublaslt_fp4", "not yet run on hardware"},
      can_run_cublaslt_fp4,
-     moq_cublaslt_seconds,
-     moq_cublaslt_workspace,
-     moq_cublaslt_linear,
-     moq_cublaslt_variants,
-     moq_cublaslt_choose},
+     &MOQ_CUBLASLT,
+     .workspace = moq_cublaslt_workspace,
+     .run = moq_cublaslt_linear,
+     .variants = moq_cublaslt_variants},
 };
 
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
@@ -447,13 +426,11 @@ const moq_linear_kernel *moq_linear_kernel_at(int index) {
     return &KERNELS[index];
 }
 
-double moq_linear_config_seconds(const moq_linear_spec *spec, int64_t m, moq_choice choice,
-                                 bool scaled) {
-    const moq_linear_kernel *kernel = &KERNELS[choice.kernel];
-    const float scale = 1; /* that there is one matters, not which */
-    moq_linear_call call = {
-        .spec = spec, .m = m, .config = choice.config, .input_scale = scaled ? &scale : NULL};
-    return kernel->config_seconds ? kernel->config_seconds(&call) : kernel->cost(spec, m);
+uint64_t moq_linear_variants(const moq_linear_kernel *kernel, const moq_linear_call *call) {
+    moq_problem p = {call->spec, &call->spec->target, call->m, call->input_scale != NULL};
+    return kernel->variants ? kernel->variants(call)
+           : kernel->family ? moq_configs_near(kernel->family, &p)
+                            : 1;
 }
 
 /* ---- what the rules of the plan ask of a linear ---- */
@@ -471,13 +448,12 @@ static bool can_run(const void *problem, int kernel, int64_t m, char *reason, si
     return KERNELS[kernel].can_run(spec, m, reason, size);
 }
 
-static double cost(const void *problem, int kernel, int64_t m) {
-    return KERNELS[kernel].cost(problem, m);
+static const moq_configs *family(int kernel) {
+    return KERNELS[kernel].family;
 }
 
-static moq_kernel_config choose(const void *problem, int kernel, int64_t m, int32_t variant) {
-    return KERNELS[kernel].choose ? KERNELS[kernel].choose(problem, m, variant)
-                                  : moq_kernel_config_of(0, 0, 1);
+static double cost(const void *problem, int kernel, int64_t m) {
+    return KERNELS[kernel].cost(problem, m);
 }
 
 /* The compute mode of a call: with "auto" the kernel's, elsewhere the layer's. */
@@ -516,8 +492,8 @@ const moq_operation MOQ_LINEAR = {
     .kernel_count = KERNEL_COUNT,
     .name = name_of,
     .can_run = can_run,
+    .family = family,
     .cost = cost,
-    .choose = choose,
     .compute = compute,
     .layer = layer,
     .text = text,

@@ -4,6 +4,7 @@
 
 #include "core/linear.h"
 #include "cpu/isa.h"
+#include "cuda/choice/search.h"
 #include "ops/plan.h"
 
 typedef struct {
@@ -11,17 +12,16 @@ typedef struct {
     /* Writes the reason and returns false where the kernel cannot run m tokens of the layer; m may
      * be MOQ_ANY_TOKENS. A function of the description alone. */
     bool (*can_run)(const moq_linear_spec *spec, int64_t m, char *reason, size_t size);
-    /* Estimated seconds for m > 0 rows that it can run; only the order between kernels matters. */
+    /* Configs of a CUDA kernel, and estimated seconds of a CPU kernel for m > 0 rows that it can
+     * run, of which only the order between kernels matters. The other is NULL. */
+    const moq_configs *family;
     double (*cost)(const moq_linear_spec *spec, int64_t m);
     /* Bytes of device memory the call works in; NULL for none. */
     int64_t (*workspace)(const moq_linear_call *call);
     moq_status (*run)(const moq_linear_call *call, moq_err *err);
-    /* The variants of the kernel that do the call: bit i is set for variant i. NULL for one. */
+    /* A library's algorithms: bit i is set where variant i is one. NULL where variants are configs
+     * of the family. */
     uint64_t (*variants)(const moq_linear_call *call);
-    /* The way of a variant with m rows, found by comparing; NULL where a variant is all of it. */
-    moq_kernel_config (*choose)(const moq_linear_spec *spec, int64_t m, int32_t variant);
-    /* Estimated seconds of a call in its way; NULL where they are those of the kernel. */
-    double (*config_seconds)(const moq_linear_call *call);
     /* The kernel multiplies x by the call's pre_quant_scale itself; for others that is done before.
      */
     bool smooths;
@@ -33,10 +33,8 @@ typedef struct {
 /* A linear as the rules of the plan know it; its problems are moq_linear_spec. */
 extern const moq_operation MOQ_LINEAR;
 
-/* Seconds that m rows are expected to take as they were chosen to run, from the way alone;
- * `scaled`: the layer has an input_scale. */
-double moq_linear_config_seconds(const moq_linear_spec *spec, int64_t m, moq_choice choice,
-                                 bool scaled);
+/* Variants of a kernel that are worth measuring: bit i is set where i is one. */
+uint64_t moq_linear_variants(const moq_linear_kernel *kernel, const moq_linear_call *call);
 
 /* True if the CPU kernel of an instruction set can run the layer, else false with the reason.
  * bfloat16 products are exact where bfloat16 holds the activations: its own, and all that are

@@ -32,7 +32,7 @@ static moq_status open_job(void *data, moq_choice choice, moq_job *job, moq_err 
 static uint64_t variants(void *data, const moq_job *job) {
     const moq_linear_job *j = (const moq_linear_job *)job;
     (void)data;
-    return j->kernel->variants ? j->kernel->variants(&j->call) : 1;
+    return moq_linear_variants(j->kernel, &j->call);
 }
 
 static void turn(void *data, moq_job *job, int copy) {

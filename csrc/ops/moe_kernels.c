@@ -4,10 +4,8 @@
 #include "ops/moe_kernels.h"
 
 #include "cpu/cpu_moe.h"
-#include "cuda/choice/choice_moe.h"
+#include "cuda/choice/choice.h"
 #include "cuda/choice/moe_decode.h"
-#include "cuda/choice/moe_folded.h"
-#include "cuda/choice/moe_prefill.h"
 #include "cuda/moe/cuda_moe.h"
 #include "ops/linear_kernels.h"
 #include "ops/moe_call.h"
@@ -29,8 +27,11 @@
     }
 
 #define CPU_ROW(isa_name)                                                                          \
-    {{"cpu", #isa_name}, can_run_##isa_name, cost_##isa_name, NULL,                                \
-     run_##isa_name,     .takes_codes = true}
+    {{"cpu", #isa_name},                                                                           \
+     can_run_##isa_name,                                                                           \
+     .cost = cost_##isa_name,                                                                      \
+     .run = run_##isa_name,                                                                        \
+     .takes_codes = true}
 
 CPU_KERNEL(portable, MOQ_ISA_PORTABLE)
 CPU_KERNEL(avx2, MOQ_ISA_AVX2)
@@ -60,12 +61,12 @@ static bool has_few_experts(const moq_moe_spec *spec, char *reason, size_t size)
                has_few_experts(spec, reason, size);                                                \
     }
 
-#define CUDA_ROW(name, kernel, computes_folded)                                                    \
+#define CUDA_ROW(name, kernel, of, computes_folded)                                                \
     {{"cuda", name},                                                                               \
      can_run_##kernel,                                                                             \
-     moq_cuda_moe_##kernel##_seconds,                                                              \
-     moq_cuda_moe_##kernel##_workspace,                                                            \
-     moq_cuda_moe_##kernel,                                                                        \
+     &MOQ_MOE_##of,                                                                                \
+     .workspace = moq_cuda_moe_##kernel##_workspace,                                               \
+     .run = moq_cuda_moe_##kernel,                                                                 \
      .takes_codes = true,                                                                          \
      .folds = computes_folded}
 
@@ -133,26 +134,16 @@ static bool on_hopper(const moq_moe_spec *spec, char *reason, size_t size) {
                moq_moe_##format##_decode_takes(spec, tokens, reason, size);                        \
     }
 
-#define FEW_ROW(format)                                                                            \
-    {{"cuda", "sm90_" #format "_decode"},                                                          \
-     can_run_##format##_decode,                                                                    \
-     moq_moe_decode_seconds,                                                                       \
-     moq_cuda_moe_##format##_decode_workspace,                                                     \
-     moq_cuda_moe_##format##_decode,                                                               \
-     moq_moe_decode_variants,                                                                      \
-     moq_moe_decode_choose}
+/* A kernel for Hopper. */
+#define SM90_ROW(kernel, of)                                                                       \
+    {{"cuda", "sm90_" #kernel},                                                                    \
+     can_run_##kernel,                                                                             \
+     &MOQ_MOE_##of,                                                                                \
+     .workspace = moq_cuda_moe_##kernel##_workspace,                                               \
+     .run = moq_cuda_moe_##kernel}
 
 FEW_KERNEL(fp8)
 FEW_KERNEL(nvfp4)
-
-#define MANY_ROW(format)                                                                           \
-    {{"cuda", "sm90_" #format "_prefill"},                                                         \
-     can_run_##format##_prefill,                                                                   \
-     moq_moe_prefill_seconds,                                                                      \
-     moq_cuda_moe_##format##_prefill_workspace,                                                    \
-     moq_cuda_moe_##format##_prefill,                                                              \
-     moq_moe_prefill_variants,                                                                     \
-     moq_moe_prefill_choose}
 
 CUDA_KERNEL("sm90_fp8_prefill", fp8_prefill)
 CUDA_KERNEL("sm90_nvfp4_prefill", nvfp4_prefill)
@@ -164,22 +155,20 @@ static const moq_moe_kernel KERNELS[] = {
     CPU_ROW(avx512),
     CPU_ROW(avx512bf16),
     CPU_ROW(amx),
-    CUDA_ROW("simt", simt, false),
-    CUDA_ROW("sm89_fp8", mma_fp8_as_e4m3, false),
-    CUDA_ROW("sm80_fp8", mma_fp8_as_f16, false),
-    CUDA_ROW("sm80_nvfp4", mma_nvfp4, false),
-    CUDA_ROW("sm80_nvfp4_fp8", mma_nvfp4_folded, true),
-    FEW_ROW(fp8),
-    FEW_ROW(nvfp4),
-    MANY_ROW(fp8),
-    MANY_ROW(nvfp4),
+    CUDA_ROW("simt", simt, SIMT, false),
+    CUDA_ROW("sm89_fp8", mma_fp8_as_e4m3, MMA_FP8_AS_E4M3, false),
+    CUDA_ROW("sm80_fp8", mma_fp8_as_f16, MMA_FP8_AS_F16, false),
+    CUDA_ROW("sm80_nvfp4", mma_nvfp4, MMA_NVFP4, false),
+    CUDA_ROW("sm80_nvfp4_fp8", mma_nvfp4_folded, MMA_NVFP4_FOLDED, true),
+    SM90_ROW(fp8_decode, FP8_DECODE),
+    SM90_ROW(nvfp4_decode, NVFP4_DECODE),
+    SM90_ROW(fp8_prefill, FP8_PREFILL),
+    SM90_ROW(nvfp4_prefill, NVFP4_PREFILL),
     {{"cuda", "sm90_nvfp4_fp8_prefill"},
      can_run_nvfp4_fp8_prefill,
-     moq_moe_folded_seconds,
-     moq_cuda_moe_nvfp4_fp8_prefill_workspace,
-     moq_cuda_moe_nvfp4_fp8_prefill,
-     moq_moe_folded_variants,
-     moq_moe_folded_choose,
+     &MOQ_MOE_NVFP4_FP8_PREFILL,
+     .workspace = moq_cuda_moe_nvfp4_fp8_prefill_workspace,
+     .run = moq_cuda_moe_nvfp4_fp8_prefill,
      .folds = true},
 };
 
@@ -188,6 +177,11 @@ _Static_assert(KERNEL_COUNT <= MOQ_MAX_KERNELS, "a plan must hold every kernel o
 
 const moq_moe_kernel *moq_moe_kernel_at(int index) {
     return &KERNELS[index];
+}
+
+uint64_t moq_moe_variants(const moq_moe_kernel *kernel, const moq_moe_call *call) {
+    moq_problem p = {call->spec, &call->spec->w13.target, call->tokens, true};
+    return kernel->family ? moq_configs_near(kernel->family, &p) : 1;
 }
 
 /* ---- what the rules of the plan ask of experts ---- */
@@ -203,13 +197,12 @@ static bool can_run(const void *problem, int kernel, int64_t tokens, char *reaso
     return false;
 }
 
-static double cost(const void *problem, int kernel, int64_t tokens) {
-    return KERNELS[kernel].cost(problem, tokens);
+static const moq_configs *family(int kernel) {
+    return KERNELS[kernel].family;
 }
 
-static moq_kernel_config choose(const void *problem, int kernel, int64_t tokens, int32_t variant) {
-    return KERNELS[kernel].choose ? KERNELS[kernel].choose(problem, tokens, variant)
-                                  : moq_kernel_config_of(0, 0, 1);
+static double cost(const void *problem, int kernel, int64_t tokens) {
+    return KERNELS[kernel].cost(problem, tokens);
 }
 
 /* The compute mode of a call: with "auto" the kernel's, elsewhere the layer's. */
@@ -256,8 +249,8 @@ const moq_operation MOQ_MOE = {
     .kernel_count = KERNEL_COUNT,
     .name = name_of,
     .can_run = can_run,
+    .family = family,
     .cost = cost,
-    .choose = choose,
     .compute = compute,
     .layer = layer,
     .text = text,

@@ -101,6 +101,23 @@ moq_status moq_plan_make(const moq_operation *operation, const void *problem, co
 
 /* ---- the cheapest ---- */
 
+moq_problem moq_plan_problem(const moq_plan *plan, int64_t m) {
+    return (moq_problem){plan->problem, plan->layer.target, m, true};
+}
+
+double moq_plan_cost(const moq_plan *plan, int kernel, int64_t m) {
+    const moq_configs *family = plan->operation->family(kernel);
+    moq_problem p = moq_plan_problem(plan, m);
+    return family ? moq_find_config(family, &p).seconds
+                  : plan->operation->cost(plan->problem, kernel, m);
+}
+
+moq_kernel_config moq_plan_config(const moq_plan *plan, int kernel, int64_t m, int32_t variant) {
+    const moq_configs *family = plan->operation->family(kernel);
+    moq_problem p = moq_plan_problem(plan, m);
+    return family ? moq_choose_config(family, &p, variant) : moq_kernel_config_of(variant, 0, 1);
+}
+
 /* Says why no kernel of the plan can run m tokens. */
 static moq_status refuse_tokens(const moq_plan *plan, int64_t m, moq_err *err) {
     char text[160], reasons[832] = "";
@@ -111,15 +128,25 @@ static moq_status refuse_tokens(const moq_plan *plan, int64_t m, moq_err *err) {
                     plan->forced ? "; unset MOQEXT_KERNEL when the layer is made" : "");
 }
 
+/* Seconds by which a kernel comes behind all others. */
+#define LAST 1e3
+
+/* Whether kernels made for the device are preferred. */
+static bool is_replaced(const moq_plan *plan, int kernel) {
+    const moq_configs *family = plan->operation->family(kernel);
+    return family && family->any_chip && plan->layer.target->capability == 90;
+}
+
 static moq_status find_cheapest(const moq_plan *plan, int64_t m, int32_t *kernel, moq_err *err) {
-    const moq_operation *operation = plan->operation;
     char reason[MOQ_REASON_SIZE];
     double least = 0;
     int best = -1;
     for (int i = 0; i < plan->count; i++) {
         if (!moq_plan_can_run(plan, plan->kernel[i], m, reason))
             continue;
-        double seconds = operation->cost(plan->problem, plan->kernel[i], m);
+        double seconds = moq_plan_cost(plan, plan->kernel[i], m);
+        if (is_replaced(plan, plan->kernel[i]))
+            seconds += LAST;
         if (best < 0 || seconds < least) {
             best = plan->kernel[i];
             least = seconds;
@@ -151,7 +178,7 @@ static moq_status choose(const moq_plan *plan, int64_t m, moq_choice *choice, mo
     } else {
         MOQ_TRY(find_cheapest(plan, m, &choice->kernel, err));
     }
-    choice->config = plan->operation->choose(plan->problem, choice->kernel, m, variant);
+    choice->config = moq_plan_config(plan, choice->kernel, m, variant);
     return MOQ_OK;
 }
 
@@ -253,6 +280,5 @@ bool moq_plan_is_tuned(const moq_plan *plan, int64_t m) {
 
 bool moq_plan_has_variant(const moq_plan *plan, int64_t m, const char *kernel, int32_t variant) {
     int row = find_kept(plan, m, kernel);
-    return row >= 0 &&
-           (!variant || plan->operation->choose(plan->problem, row, m, variant).variant == variant);
+    return row >= 0 && (!variant || moq_plan_config(plan, row, m, variant).variant == variant);
 }

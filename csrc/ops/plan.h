@@ -26,6 +26,7 @@
 #define MOQ_OPS_PLAN_H
 
 #include "core/linear.h"
+#include "cuda/choice/search.h"
 #include "ops/params.h"
 
 /* Rows that a table may have. */
@@ -71,11 +72,10 @@ typedef struct {
     moq_kernel_name (*name)(int kernel);
     /* Writes the reason and returns false where the kernel cannot run m tokens. */
     bool (*can_run)(const void *problem, int kernel, int64_t m, char *reason, size_t size);
-    /* Estimated seconds of m tokens that it can run; only the order of kernels matters. */
+    /* The configs of a kernel, or NULL for one of the CPU, which has one config. */
+    const moq_configs *(*family)(int kernel);
+    /* Estimated seconds of m tokens that a kernel of the CPU can run; only their order matters. */
     double (*cost)(const void *problem, int kernel, int64_t m);
-    /* The way of m > 0 tokens that it can run, in a variant of the kernel; 0 is its own choice. It
-     * may take as long as comparing kernels, so a plan asks once for a number of tokens. */
-    moq_kernel_config (*choose)(const void *problem, int kernel, int64_t m, int32_t variant);
     /* The compute mode of the kernel. */
     moq_compute (*compute)(const void *problem, int kernel);
     moq_layer (*layer)(const void *problem);
@@ -129,6 +129,16 @@ moq_status moq_plan_pick(moq_plan *plan, int64_t m, moq_choice *choice, moq_err 
 
 /* The compute mode of the kernel that moq_plan_pick returns. */
 moq_status moq_plan_pick_compute(moq_plan *plan, int64_t m, moq_compute *compute, moq_err *err);
+
+/* The layer with so many tokens, as configs are compared for it. */
+moq_problem moq_plan_problem(const moq_plan *plan, int64_t m);
+
+/* Seconds that m tokens are expected to take in the best config of a kernel. */
+double moq_plan_cost(const moq_plan *plan, int kernel, int64_t m);
+
+/* The config of m > 0 tokens in a variant of a kernel that can run them; 0 is the best. All configs
+ * may be compared, so a plan asks once for a number of tokens. */
+moq_kernel_config moq_plan_config(const moq_plan *plan, int kernel, int64_t m, int32_t variant);
 
 /* True if a kernel of the table, of the plan or not, can run m tokens, or MOQ_ANY_TOKENS; else
  * false with a reason of up to MOQ_REASON_SIZE bytes. */

@@ -7,9 +7,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
-
-/* Multiprocessors assumed of a chip that is not here: as many as an H100 or H200 has. */
-#define USUAL_SM_COUNT 132
+#include <string.h>
 
 /* Code of 9.0a runs on 9.0 alone; that of 10.0f and of 8.0 also on later minor versions; PTX, which
  * the driver compiles, on everything later. */
@@ -47,9 +45,10 @@ moq_target moq_find_target(moq_device device) {
         snprintf(target.missing, sizeof target.missing, "%.150s", moq_err_message(&err, message));
         return target;
     }
-    target.capability = 10 * found.major + found.minor;
-    target.sm_count = found.sm_count;
-    target.chip = moq_find_chip_of(found.name, target.capability, target.sm_count);
+    moq_chip chip = {found.name,       10 * found.major + found.minor,
+                     found.sm_count,   found.sm_mhz,
+                     found.memory_mhz, found.bus_bits};
+    moq_describe_chip(&chip, &target);
     if (!moq_archs_run_on(moq_cuda_archs(), target.capability))
         snprintf(target.missing, sizeof target.missing,
                  "this build has code for %.64s, none for compute capability %d.%d",
@@ -59,37 +58,42 @@ moq_target moq_find_target(moq_device device) {
 }
 
 static moq_status refuse_capability(const char *capability, moq_err *err) {
-    char names[128] = "";
+    char names[192] = "";
     size_t used = 0;
     const moq_chip *chip;
-    for (int32_t i = 1; (chip = moq_chip_at(i)) && used < sizeof names; i++)
+    for (int32_t i = 0; (chip = moq_chip_at(i)) && used < sizeof names; i++)
         used += (size_t)snprintf(names + used, sizeof names - used, ", \"%s\"", chip->name);
     return moq_fail_of(err, MOQ_ERR_VALUE, "capability",
                        "expected a compute capability as in \"9.0\", or a chip of%s, got \"%.32s\"",
                        names + 1, capability);
 }
 
+/* NULL where no chip has the name. */
+static const moq_chip *find_chip(const char *name) {
+    const moq_chip *chip;
+    for (int32_t i = 0; (chip = moq_chip_at(i)); i++)
+        if (strcmp(chip->name, name) == 0)
+            return chip;
+    return NULL;
+}
+
 moq_status moq_assume_target(moq_device device, const char *capability, moq_target *target,
                              moq_err *err) {
     int major = 0, minor = 0;
     char tail = 0;
-    int32_t index = moq_find_chip(capability);
-    const moq_chip *chip = moq_chip_at(index);
-    *target = (moq_target){0};
+    moq_chip chip = *moq_chip_at(0); /* of which a capability alone is assumed to have the rest */
+    const moq_chip *named = find_chip(capability);
+    *target = (moq_target){.assumed = true};
     if (device.kind != MOQ_CUDA)
         return moq_fail_of(err, MOQ_ERR_VALUE, "capability",
                            "expected None for a layer on the CPU");
-    if (chip) {
-        *target = (moq_target){.capability = chip->capability,
-                               .sm_count = chip->sm_count,
-                               .chip = index,
-                               .assumed = true};
-        return MOQ_OK;
-    }
-    if (sscanf(capability, "%2d.%1d%c", &major, &minor, &tail) != 2 || major < 1 || minor < 0)
+    if (named)
+        chip = *named;
+    else if (sscanf(capability, "%2d.%1d%c", &major, &minor, &tail) != 2 || major < 1 || minor < 0)
         return refuse_capability(capability, err);
-    *target =
-        (moq_target){.capability = 10 * major + minor, .sm_count = USUAL_SM_COUNT, .assumed = true};
+    else
+        chip.capability = 10 * major + minor;
+    moq_describe_chip(&chip, target);
     return MOQ_OK;
 }
 

@@ -58,7 +58,7 @@ static moq_status wait_for(const bench *b, moq_err *err) {
 static moq_status add_candidate(bench *b, const moq_plan *plan, int64_t m, int kernel,
                                 int32_t variant, moq_err *err) {
     candidate *c = &b->candidate[b->count];
-    moq_kernel_config config = plan->operation->choose(plan->problem, kernel, m, variant);
+    moq_kernel_config config = moq_plan_config(plan, kernel, m, variant);
     c->kernel = kernel;
     c->variant = variant;
     c->job = malloc(b->subject->job_size);

@@ -68,7 +68,7 @@ def test_every_way(rng, shape, tokens):
     x = random_x(rng, (tokens, columns), "bfloat16")
     values = reference.as_float32(x)
     expected, magnitude = case.expected(values), case.magnitude(values)
-    for variant in range(22):
+    for variant in range(8):
         layer.method._plan.keep(tokens, NAME, variant)
         y = to_numpy(layer(x))
         assert_within_rounding(y, expected, magnitude, "bfloat16")

@@ -1,8 +1,8 @@
-/* The chips that estimates of seconds know, in one table.
+/* Chips, by what the driver tells of them.
  *
- * Estimates are fitted to times of one chip, the first of the table. Whatever of an estimate is a
- * rate of the chip is multiplied by how much more, or less, the target has of it than that chip. A
- * chip that is not in the table counts as the first, with its own number of multiprocessors. */
+ * Rates of configs (search.h) are of one chip, an H200. On another one bytes come as much faster as
+ * its memory is, and multiprocessors work as much faster as their clock is. A name says only what
+ * attributes cannot. */
 #ifndef MOQ_CUDA_CHOICE_CHIP_H
 #define MOQ_CUDA_CHOICE_CHIP_H
 
@@ -12,32 +12,20 @@
 extern "C" {
 #endif
 
-#define MAX_CLUSTER 8 /* blocks of a cluster that every device of 9.0 takes */
-
+/* Attributes of a device; 0 where the driver tells none. */
 typedef struct {
-    const char *name;   /* as callers name it */
-    const char *device; /* as the driver names it */
-    int32_t capability; /* 90 for 9.0 */
-    int32_t sm_count;
-    double memory; /* bytes a second that the memory is made for */
-    double matrix; /* operations of FP8 products a second that the tensor cores are made for */
-    /* Clusters of so many blocks, each with a multiprocessor to itself, that run at once. */
-    uint8_t clusters[MAX_CLUSTER + 1];
+    const char *name; /* as the driver has it, or as callers name a chip that need not be here */
+    int32_t capability, sm_count, sm_mhz, memory_mhz, bus_bits;
 } moq_chip;
 
-/* The rows of the table, from 1 on, which is moq_target.chip; NULL past the last. */
+/* Chips that callers may name, from 0 on; NULL past the last. */
 const moq_chip *moq_chip_at(int32_t index);
 
-/* The row of a chip by its name, or by what the driver says of it; 0 where there is none. */
-int32_t moq_find_chip(const char *name);
-int32_t moq_find_chip_of(const char *device, int32_t capability, int32_t sm_count);
-
-/* What was fitted to the first chip's memory or tensor cores, for the target's. */
-double moq_memory_rate(const moq_target *target, double fitted);
-double moq_matrix_rate(const moq_target *target, double fitted);
+/* Writes the part of a layer's target that a chip decides. */
+void moq_describe_chip(const moq_chip *chip, moq_target *target);
 
 /* Clusters of so many blocks, each with a multiprocessor to itself, that run at once: as counted on
- * the chip, in proportion where it has other multiprocessors than its row says. At least one. */
+ * an H200, in proportion to multiprocessors elsewhere. At least one. */
 int64_t moq_clusters_that_fit(const moq_target *target, int cluster);
 
 #ifdef __cplusplus

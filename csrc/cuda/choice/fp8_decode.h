@@ -10,13 +10,13 @@ extern "C" {
 
 #define MOQ_FP8_DECODE_STEP 512 /* columns of K */
 
-/* A way to run a call: the kernel's shape, how many blocks share K, and how many of them share N,
+/* A config of a call: the kernel's shape, how many blocks share K, and how many of them share N,
  * which the launcher finds. */
 typedef struct {
     int groups, tokens, ranks, clusters;
 } moq_fp8_decode_config;
 
-/* The call's way; clusters are 0. */
+/* Expands the call's config; clusters are 0. */
 moq_fp8_decode_config moq_fp8_decode_expand_config(const moq_linear_call *call);
 
 #ifdef __cplusplus

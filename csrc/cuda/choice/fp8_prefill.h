@@ -16,28 +16,27 @@ extern "C" {
 typedef enum { MOQ_WEIGHTS_FIRST, MOQ_TOKENS_FIRST } moq_orientation;
 
 /* The shapes of tiles: X(the operand that gives rows, columns of the product, waves of 64 rows of a
- * warpgroup, what blocks share, whether x is quantized as it is multiplied, microseconds of a step
- * with one scale a token or less, and with groups). */
+ * warpgroup, what blocks share, whether x is quantized as it is multiplied). */
 #define MOQ_FP8_PREFILL_SHAPES(X)                                                                  \
-    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_ALONE, false, 0.213, 0.296)                                    \
-    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_SPLIT_K, false, 0.328, 0.520)                                  \
-    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_SPLIT_K_WARPGROUPS, false, 0.176, 0.214)                       \
-    X(MOQ_WEIGHTS_FIRST, 32, 2, MOQ_ALONE, false, 0.423, 0.438)                                    \
-    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_ALONE, false, 0.238, 0.363)                                    \
-    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_SPLIT_K, false, 0.261, 0.468)                                  \
-    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_SPLIT_K_WARPGROUPS, false, 0.234, 0.235)                       \
-    X(MOQ_WEIGHTS_FIRST, 64, 2, MOQ_SHARE_TOKENS, false, 0.503, 0.687)                             \
-    X(MOQ_WEIGHTS_FIRST, 128, 1, MOQ_SPLIT_K, false, 0.363, 0.503)                                 \
-    X(MOQ_WEIGHTS_FIRST, 128, 1, MOQ_SHARE_WEIGHTS, false, 0.354, 0.538)                           \
-    X(MOQ_WEIGHTS_FIRST, 128, 1, MOQ_SHARE_TOKENS, false, 0.390, 0.655)                            \
-    X(MOQ_TOKENS_FIRST, 128, 1, MOQ_SPLIT_K, false, 0.401, 0.428)                                  \
-    X(MOQ_TOKENS_FIRST, 128, 1, MOQ_SHARE_WEIGHTS, false, 0.391, 0.483)                            \
-    X(MOQ_TOKENS_FIRST, 128, 2, MOQ_SHARE_WEIGHTS, false, 0.750, 0.832)                            \
-    X(MOQ_TOKENS_FIRST, 128, 2, MOQ_SHARE_TOKENS, false, 0.666, 0.835)                             \
-    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_SPLIT_K, true, 0.391, 0)                                       \
-    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_SPLIT_K_WARPGROUPS, true, 0.162, 0)                            \
-    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_SPLIT_K, true, 0.342, 0)                                       \
-    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_SPLIT_K_WARPGROUPS, true, 0.312, 0)
+    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_ALONE, false)                                                  \
+    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_SPLIT_K, false)                                                \
+    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_SPLIT_K_WARPGROUPS, false)                                     \
+    X(MOQ_WEIGHTS_FIRST, 32, 2, MOQ_ALONE, false)                                                  \
+    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_ALONE, false)                                                  \
+    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_SPLIT_K, false)                                                \
+    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_SPLIT_K_WARPGROUPS, false)                                     \
+    X(MOQ_WEIGHTS_FIRST, 64, 2, MOQ_SHARE_TOKENS, false)                                           \
+    X(MOQ_WEIGHTS_FIRST, 128, 1, MOQ_SPLIT_K, false)                                               \
+    X(MOQ_WEIGHTS_FIRST, 128, 1, MOQ_SHARE_WEIGHTS, false)                                         \
+    X(MOQ_WEIGHTS_FIRST, 128, 1, MOQ_SHARE_TOKENS, false)                                          \
+    X(MOQ_TOKENS_FIRST, 128, 1, MOQ_SPLIT_K, false)                                                \
+    X(MOQ_TOKENS_FIRST, 128, 1, MOQ_SHARE_WEIGHTS, false)                                          \
+    X(MOQ_TOKENS_FIRST, 128, 2, MOQ_SHARE_WEIGHTS, false)                                          \
+    X(MOQ_TOKENS_FIRST, 128, 2, MOQ_SHARE_TOKENS, false)                                           \
+    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_SPLIT_K, true)                                                 \
+    X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_SPLIT_K_WARPGROUPS, true)                                      \
+    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_SPLIT_K, true)                                                 \
+    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_SPLIT_K_WARPGROUPS, true)
 
 /* Rows of the operand that gives them, of a block. */
 #define MOQ_FP8_PREFILL_ROWS(waves, share)                                                         \
@@ -47,8 +46,7 @@ typedef struct {
     int tokens, weight_rows; /* of a block */
     moq_orientation first;
     moq_sharing share;
-    bool fused;     /* x is quantized here */
-    double step[2]; /* microseconds, fitted; by groups */
+    bool fused; /* x is quantized here */
 } moq_fp8_prefill_shape;
 
 /* How a call is done: a shape of tiles and how many there are, by blocks or pairs of them. */
@@ -73,7 +71,7 @@ static inline int moq_fp8_prefill_tokens(const moq_fp8_prefill_shape *v) {
     return v->tokens * (v->share == MOQ_SHARE_WEIGHTS ? 2 : 1);
 }
 
-/* The call's way, laid out. */
+/* Expands the call's config. */
 moq_fp8_prefill_config moq_fp8_prefill_expand_config(const moq_linear_call *call);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-/* How work divides into tiles and steps, for the choice of a way, for launchers and for kernels. */
+/* How work divides into tiles and steps, for the choice of a config, for launchers and for kernels. */
 #ifndef MOQ_CUDA_CHOICE_GRID_H
 #define MOQ_CUDA_CHOICE_GRID_H
 
@@ -7,6 +7,8 @@
 
 #include <stdbool.h>
 #include <stdint.h>
+
+#define MOQ_NVFP4_BYTES 0.5625 /* of a packed weight with its share of a block scale */
 
 #define BLOCK_SHARED                                                                               \
     232448 /* bytes of shared memory that a block of compute capability 9.0 may have */

@@ -4,10 +4,16 @@
 #include "core/invariant.h"
 #include "core/sizes.h"
 #include "cuda/choice/chip.h"
+#include "cuda/choice/choice.h"
+#include "cuda/choice/rates.h"
 #include "cuda/choice/routing.h"
 
-#include <math.h>
 #include <stdio.h>
+
+enum { CONFIGS = MOQ_MOE_DECODE_FUSED + 1, FORMATS = 3 };
+
+static const moq_rates FP8_RATES[CONFIGS * FORMATS] = {MOQ_RATES_MOE_FP8_DECODE};
+static const moq_rates NVFP4_RATES[CONFIGS] = {MOQ_RATES_MOE_NVFP4_DECODE};
 
 /* Shared memory of a block that leaves room for a second one on the multiprocessor, less what the
  * kernels declare. */
@@ -67,20 +73,20 @@ typedef struct {
 } format;
 
 #define SPLIT(count) count,
-static const format NVFP4 = {MOQ_PACK_K,
-                             MOQ_PACK_BYTES,
-                             MOQ_MOE_NVFP4_DECODE_UNITS,
-                             0,
-                             0,
-                             1,
-                             1,
-                             {MOQ_MOE_NVFP4_DECODE_SPLIT_K(SPLIT)}};
-static const format FP8 = {128,  16 * 128, 0, MOQ_MOE_FP8_DECODE_BLOCKS,
-                           1024, 0,        3, {MOQ_MOE_FP8_DECODE_SPLIT_K(SPLIT)}};
+static const format NVFP4_FORMAT = {MOQ_PACK_K,
+                                    MOQ_PACK_BYTES,
+                                    MOQ_MOE_NVFP4_DECODE_UNITS,
+                                    0,
+                                    0,
+                                    1,
+                                    1,
+                                    {MOQ_MOE_NVFP4_DECODE_SPLIT_K(SPLIT)}};
+static const format FP8_FORMAT = {128,  16 * 128, 0, MOQ_MOE_FP8_DECODE_BLOCKS,
+                                  1024, 0,        3, {MOQ_MOE_FP8_DECODE_SPLIT_K(SPLIT)}};
 #undef SPLIT
 
 static const format *format_of(const moq_moe_spec *spec) {
-    return spec->w13.weight == MOQ_WEIGHT_E2M1_PACKED ? &NVFP4 : &FP8;
+    return spec->w13.weight == MOQ_WEIGHT_E2M1_PACKED ? &NVFP4_FORMAT : &FP8_FORMAT;
 }
 
 /* Blocks of K in a stage of so many slabs. */
@@ -167,6 +173,9 @@ static int64_t stages_of(const moq_moe_spec *spec, int64_t blocks, int slabs) {
 
 /* ---- the two kernels ---- */
 
+/* Blocks of a multiprocessor, where they are in no cluster. */
+#define BLOCKS 2
+
 /* The shortest slice of so many blocks or more that K has room for, or 0. */
 static int split_of_warp(const format *f, int64_t least, int64_t blocks) {
     for (int i = 0; f->split[i] && f->split[i] <= blocks; i++)
@@ -204,11 +213,11 @@ static int64_t stages_of_items(const moq_moe_decode_half *h, int64_t items) {
     return h->pieces * divide_up(items << h->log_splits, MOQ_MOE_DECODE_WARPS);
 }
 
-static bool partition_up(const moq_moe_spec *spec, int64_t tokens, int log_blocks, bool splits,
+static bool partition_up(const moq_moe_spec *spec, int64_t tokens, bool splits,
                          moq_moe_decode_half *h) {
     int64_t slots = slots_of(spec, tokens), columns = spec->w13.in_features;
     int64_t items = chunks_of(spec, slots) * (spec->w2.in_features / MOQ_PACK_ROWS);
-    h->grid = spec->w13.target.sm_count << log_blocks;
+    h->grid = BLOCKS * spec->w13.target.sm_count;
     h->cluster = 1;
     h->slabs = spec->gated ? 2 : 1;
     int64_t most = divide_up(items, h->grid);
@@ -227,26 +236,25 @@ static int64_t down_slabs(const moq_moe_spec *spec) {
     return divide_up(spec->w2.out_features, MOQ_PACK_ROWS);
 }
 
-/* A cluster has some slabs of all experts. */
-static bool partition_cluster(const moq_moe_spec *spec, int64_t tokens, int log_slabs,
-                              int log_cluster, moq_moe_decode_half *h) {
-    int64_t slots = slots_of(spec, tokens), rows = (int64_t)MOQ_PACK_ROWS << log_slabs;
-    h->slabs = 1 << log_slabs;
-    h->cluster = 1 << log_cluster;
-    h->grid = (int)(divide_up(down_slabs(spec), h->slabs) * h->cluster);
-    int64_t items = divide_up(chunks_of(spec, slots), h->cluster);
+/* A cluster has two slabs of all experts. */
+static bool partition_cluster(const moq_moe_spec *spec, int64_t tokens, int cluster,
+                              moq_moe_decode_half *h) {
+    int64_t slots = slots_of(spec, tokens);
+    h->slabs = 2;
+    h->cluster = cluster;
+    h->grid = (int)divide_up(down_slabs(spec), 2) * cluster;
+    int64_t items = divide_up(chunks_of(spec, slots), cluster);
     int64_t blocks = items * blocks_of(spec, spec->w2.in_features);
-    return fill_half(spec, slots, slots * (rows >> log_cluster) * 4,
-                     stages_of(spec, blocks, h->slabs), h);
+    return fill_half(spec, slots, slots * (2 * MOQ_PACK_ROWS / cluster) * 4,
+                     stages_of(spec, blocks, 2), h);
 }
 
 /* With slices, and a kernel behind it that adds up slots. */
-static bool partition_sums(const moq_moe_spec *spec, int64_t tokens, int log_blocks,
-                           moq_moe_decode_half *h) {
+static bool partition_sums(const moq_moe_spec *spec, int64_t tokens, moq_moe_decode_half *h) {
     int64_t slots = slots_of(spec, tokens);
     h->slabs = 2;
     h->cluster = 1;
-    h->grid = spec->w2.target.sm_count << log_blocks;
+    h->grid = BLOCKS * spec->w2.target.sm_count;
     int64_t most = divide_up(chunks_of(spec, slots) * divide_up(down_slabs(spec), 2), h->grid);
     return split_blocks(spec, spec->w2.in_features, h) &&
            fill_half(spec, slots, 0, stages_of_items(h, most) + 1, h);
@@ -324,12 +332,12 @@ static void fused_fp8_smem_layout(moq_moe_fused *s) {
     const int warps = MOQ_MOE_FUSED_WARPS, columns = MOQ_MOE_FUSED_COLUMNS;
     int used = 0;
     s->stages = MOQ_MOE_FP8_FUSED_STAGES;
-    take(&used, (int64_t)warps * s->stages * FP8.bytes);
+    take(&used, (int64_t)warps * s->stages * FP8_FORMAT.bytes);
     s->down_at =
         take(&used, (int64_t)warps * MOQ_MOE_FP8_FUSED_DOWN_SLABS * MOQ_PACK_ROWS * columns);
     s->staged_at = take(&used, warps * MOQ_MOE_FP8_FUSED_PITCH * 4);
     s->g_at = take(&used, columns * 2 + 4 * warps * 4); /* and maxima of it */
-    s->shared = used + FP8.alignment;
+    s->shared = used + FP8_FORMAT.alignment;
 }
 
 /* Blocks of a cluster, which have strips with one scale of g; 0 where a scale needs all of g. */
@@ -364,7 +372,7 @@ static bool partition_fused_fp8(const moq_moe_spec *spec, int64_t tokens, moq_mo
 }
 
 static bool partition_fused(const moq_moe_spec *spec, int64_t tokens, moq_moe_fused *s) {
-    if (format_of(spec) == &FP8)
+    if (format_of(spec) == &FP8_FORMAT)
         return partition_fused_fp8(spec, tokens, s);
     int64_t slots = slots_of(spec, tokens), tiles = fused_tiles_of(spec);
     int sms = spec->w13.target.sm_count;
@@ -400,34 +408,27 @@ static int64_t fused_workspace(const moq_moe_spec *spec, int64_t tokens, const m
                          (int64_t)sizeof(float);
 }
 
-/* ---- the way ---- */
+/* ---- the config ---- */
 
-/* Ways to do the second kernel: slices and blocks of a multiprocessor, or slabs and blocks of a
- * cluster. Numbers are logarithms. */
-typedef struct {
+/* Two kernels: whether the first has slices of K, and blocks of a cluster of the second, which has
+ * slices where that is 0. */
+static const struct {
     bool splits;
-    int blocks, slabs;
-} down_config;
+    int cluster;
+} PRODUCTS[] = {{false, 0}, {true, 0}, {false, 1}, {false, 2}};
+_Static_assert(sizeof PRODUCTS / sizeof *PRODUCTS == MOQ_MOE_DECODE_FUSED,
+               "strips are behind them");
 
-static const down_config DOWN[] = {{true, 0, 0},  {true, 1, 0},  {false, 0, 0}, {false, 1, 0},
-                                   {false, 0, 1}, {false, 1, 1}, {false, 2, 0}, {false, 2, 1}};
-_Static_assert(sizeof DOWN / sizeof *DOWN * 2 == MOQ_MOE_DECODE_SPLIT_K, "a way for three bits");
-
-static bool partition_down(const moq_moe_spec *spec, int64_t tokens, const down_config *config,
-                           moq_moe_decode_half *h) {
-    return config->splits ? partition_sums(spec, tokens, config->blocks, h)
-                          : partition_cluster(spec, tokens, config->slabs, config->blocks, h);
-}
-
-static bool partition_row(const moq_moe_spec *spec, int64_t tokens, int row,
-                          moq_moe_decode_share *share) {
-    const down_config *down = &DOWN[row % MOQ_MOE_DECODE_SPLIT_K / 2];
+static bool lay_out_config(const moq_moe_spec *spec, int64_t tokens, int config,
+                           moq_moe_decode_share *share) {
     *share = (moq_moe_decode_share){{0}, {0}, {0}};
-    if (row == MOQ_MOE_DECODE_FUSED)
+    if (config == MOQ_MOE_DECODE_FUSED)
         return partition_fused(spec, tokens, &share->tiles);
+    int cluster = PRODUCTS[config].cluster;
     share->up.pieces = share->down.pieces = 1;
-    return partition_up(spec, tokens, row % 2, row >= MOQ_MOE_DECODE_SPLIT_K, &share->up) &&
-           partition_down(spec, tokens, down, &share->down);
+    return partition_up(spec, tokens, PRODUCTS[config].splits, &share->up) &&
+           (cluster ? partition_cluster(spec, tokens, cluster, &share->down)
+                    : partition_sums(spec, tokens, &share->down));
 }
 
 /* Bytes of `slabs` slabs of a weight. */
@@ -435,224 +436,108 @@ static double slab_bytes(const moq_moe_spec *spec, int64_t slabs, int64_t column
     return (double)slabs * (double)blocks_of(spec, columns) * format_of(spec)->bytes;
 }
 
-/* Bytes of weights that a multiprocessor reads up to which a block of the first kernel should leave
- * room for one of the second, where that has clusters. */
-#define ONE_BLOCK (160 << 10)
-
 static double up_bytes(const moq_moe_spec *spec, double chunks) {
     return chunks * slab_bytes(spec, spec->w13.out_features / MOQ_PACK_ROWS, spec->w13.in_features);
 }
 
-/* Bytes a second, fitted to an H200, on the target: with 0.7 of its memory's rate an H100 has 0.72
- * of these, by which 126 cells with up to 128 tokens have the faster kernel most often. */
-#define MEMORY_POWER 0.9
-
-static double rate_on(const moq_target *target, double fitted) {
-    return fitted * pow(moq_memory_rate(target, 1), MEMORY_POWER);
-}
-
-/* Slices of FP8 whose rows begin within lines of 128 bytes, as every second one of 2880 columns
- * does, have no more bytes a second than this on either chip: gpt-oss-120b with four tokens takes
- * 149 us in slices on an H200, 115 without them, with 64 in slices 1140, on an H100 1085. */
-#define PARTED_RATE 2.85e12
-
-/* Of slices of W of a layer. */
-static double split_rate(const moq_linear_spec *layer, double fitted) {
-    double rate = rate_on(&layer->target, fitted);
-    bool parted = layer->weight != MOQ_WEIGHT_E2M1_PACKED && layer->in_features % 128;
-    return parted ? fmin(rate, PARTED_RATE) : rate;
-}
-
-/* What a chunk costs beside NVFP4's bytes in the first kernel and in the second, so that large
- * experts are read faster. */
-#define UP_CHUNK   0.043e-6
-#define DOWN_CHUNK 0.022e-6
-
-/* Seconds of the first kernel with two blocks a multiprocessor, fitted to an H200
- * (docs/lab/experts-decode.md): a start and its weights; the end of a slot's items costs time
- * beside NVFP4's products where warps share them. */
-static double up_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_decode_half *h) {
-    const moq_target *target = &spec->w13.target;
-    bool nvfp4 = format_of(spec) == &NVFP4;
-    double chunks = expected_chunks(spec, tokens), bytes = up_bytes(spec, chunks);
-    double beside = nvfp4 ? UP_CHUNK * chunks : 0;
-    if (!h->split)
-        return 6.7e-6 + beside + bytes / rate_on(target, nvfp4 ? 4.02e12 : 3.9e12);
-    double ends = (double)(slots_of(spec, tokens) * (spec->w2.in_features / MOQ_PACK_ROWS));
-    return 6.0e-6 + beside + bytes / split_rate(&spec->w13, nvfp4 ? 4.15e12 : 4.0e12) +
-           (nvfp4 ? 0.055e-6 * ends / target->sm_count : 0);
-}
-
-/* Where clusters read NVFP4's g, bytes of a row behind so many columns count a quarter: as weights
- * they made Mixtral-8x7B with 16 to 64 tokens 8 to 10 % too long. */
-#define LONG_ROW 1536
-
-/* Bytes of g that a block reads, as bytes of weights. */
+/* Bytes of g that a block reads. */
 static double inner_bytes(const moq_moe_spec *spec, int64_t tokens, int cluster) {
-    double bytes = (double)moq_moe_decode_inner_bytes(spec, tokens) / cluster;
-    if (cluster == 1 || format_of(spec) != &NVFP4)
-        return bytes;
-    return bytes * (1 - 0.75 * fmax(0, 1 - (double)LONG_ROW / (double)spec->w2.in_features));
+    return (double)moq_moe_decode_inner_bytes(spec, tokens) / cluster;
 }
 
-/* Clusters of four blocks take 0 to 25 % more than those of two, of three models with 4 to 128
- * tokens on an H200. */
-#define LARGE_CLUSTER 1.15
-
-/* Seconds of what follows, likewise. With clusters it is what the busiest multiprocessor reads, of
- * weights and of g, and the meeting of a cluster; with slices it is the weights, and the start of a
- * third kernel. */
-static double down_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_decode_half *h) {
+/* Bytes that the busiest multiprocessor reads where clusters do the second product. */
+static double cluster_bytes(const moq_moe_spec *spec, int64_t tokens,
+                            const moq_moe_decode_half *h) {
     const moq_target *target = &spec->w2.target;
-    bool nvfp4 = format_of(spec) == &NVFP4;
-    double chunks = expected_chunks(spec, tokens), beside = nvfp4 ? DOWN_CHUNK * chunks : 0;
-    if (h->split) {
-        double rate = split_rate(&spec->w2, nvfp4 ? 3.56e12 : 3.9e12);
-        double weights = chunks * slab_bytes(spec, down_slabs(spec), spec->w2.in_features);
-        double few_warps = h->grid > target->sm_count ? 1 : 1.25;
-        return 4.9e-6 + beside + few_warps * weights / rate;
-    }
-    double weights = ceil(chunks / h->cluster) * slab_bytes(spec, h->slabs, spec->w2.in_features);
-    double inner = inner_bytes(spec, tokens, h->cluster);
+    double chunks = ceil(expected_chunks(spec, tokens) / h->cluster);
+    double weights = chunks * slab_bytes(spec, h->slabs, spec->w2.in_features);
     double fit = h->cluster > 1 ? (double)moq_clusters_that_fit(target, h->cluster) * h->cluster
                                 : target->sm_count;
-    double each = ceil(h->grid / fit); /* blocks of a multiprocessor, two at once */
-    double turns = ceil(each / 2);
-    double bytes = (turns > 1 ? 2 * turns : each) * (weights + inner);
-    double rate = rate_on(target, 4.3e12) / target->sm_count;
-    double alone = each < 2 ? 1.3 : 1; /* too few warps */
-    if (nvfp4 && h->cluster > 2)
-        alone *= LARGE_CLUSTER;
-    return 5e-6 + alone * bytes / rate + 2e-6 * (turns - 1) + 0.5e-6 * (h->cluster > 1) +
-           0.1e-6 * h->cluster;
+    return ceil(h->grid / fit) * (weights + inner_bytes(spec, tokens, h->cluster));
 }
 
-/* What the slots that are expected here add to NVFP4: 14, 20, 43 and 69 us with 128 to 1024 of them
- * and 7168 columns, 27 with 1024 and 2048. */
-static double slots_seconds(const moq_moe_spec *spec, int64_t tokens) {
-    double outputs = moq_expected_slots(spec, tokens) * (double)spec->w2.out_features;
-    return format_of(spec) == &NVFP4 ? 11.5e-12 * outputs : 0;
+static double down_bytes(const moq_moe_spec *spec, double chunks) {
+    return chunks * slab_bytes(spec, down_slabs(spec), spec->w2.in_features);
 }
 
-/* Slots up to which strips were measured; with more, experts have several chunks. */
-#define FUSED_SLOTS 512
-
-/* Seconds of the kernel of strips and the sum, likewise: the strips of the busiest block, of which
- * the first product has whole slices, and what comes with a slot. */
-static double fused_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_fused *s) {
-    const moq_target *target = &spec->w2.target;
-    double tiles = (double)fused_tiles_of(spec);
-    int64_t columns = (int64_t)s->split * MOQ_MOE_FUSED_SPLITS * MOQ_PACK_K;
-    double bytes = slab_bytes(spec, spec->w13.out_features / MOQ_PACK_ROWS, columns) +
-                   slab_bytes(spec, down_slabs(spec), spec->w2.in_features);
-    double each = fmax(1, ceil(expected_chunks(spec, tokens) * tiles / target->sm_count));
-    double rate = rate_on(target, 4.05e12) / target->sm_count;
-    double outputs = (double)(slots_of(spec, tokens) * spec->w2.out_features);
-    return (s->alone ? 5.2e-6 : 9.0e-6) + each * bytes / tiles / rate + 6.2e-12 * outputs;
+/* Bytes of a layer whose rows begin within lines of 128 bytes, as every second one of 2880 columns
+ * does. */
+static double parted_bytes(const moq_linear_spec *layer, double bytes) {
+    return layer->weight != MOQ_WEIGHT_E2M1_PACKED && layer->in_features % 128 ? bytes : 0;
 }
 
-/* Strips of a block of FP8 up to which they were measured. */
-#define FP8_BLOCK_TILES 3
-
-/* Those of FP8, likewise: a start, what of each strip of a block is not hidden by the copies of
- * others, and the weights, of which those of an expert with two slots are read twice, from L2 once.
- * Of 40 times of seven models with one to four tokens 3.7 % off root mean square, 10 at most. */
-static double fused_fp8_seconds(const moq_moe_spec *spec, int64_t tokens, const moq_moe_fused *s) {
-    double bytes = slab_bytes(spec, spec->w13.out_features / MOQ_PACK_ROWS, spec->w13.in_features) +
-                   slab_bytes(spec, down_slabs(spec), spec->w2.in_features);
-    double all = expected_chunks(spec, tokens) * bytes;
-    return s->block_tiles > FP8_BLOCK_TILES
-               ? INFINITY
-               : 4.1e-6 + 3.2e-6 * s->block_tiles + all / rate_on(&spec->w2.target, 4.6e12);
+/* Blocks of K of all slabs that the busiest block of a kernel goes through, of so many items. */
+static double busiest(const moq_moe_spec *spec, const moq_moe_decode_half *h, double items,
+                      int64_t columns) {
+    int64_t warps = MOQ_MOE_DECODE_WARPS, blocks = blocks_of(spec, columns);
+    int64_t each = h->split ? h->split << h->log_splits : divide_up(blocks, warps) * warps;
+    return ceil(items / h->grid) * (double)(each * h->slabs);
 }
 
-/* What FP8's scales make of the seconds of two products: times of three models with 1 to 64 tokens
- * on an H200, in the mean (docs/lab/experts-decode.md). */
-static double scaling(const moq_moe_spec *spec) {
-    if (format_of(spec) == &NVFP4)
-        return 1;
-    return spec->w13.input == MOQ_INPUT_E4M3_TOKEN ? 1.09 : 1.05;
+static void count_products(const moq_moe_spec *spec, int64_t tokens,
+                           const moq_moe_decode_share *share, moq_load *w) {
+    const moq_moe_decode_half *up = &share->up, *down = &share->down;
+    double chunks = expected_chunks(spec, tokens), first = up_bytes(spec, chunks);
+    double second = down_bytes(spec, chunks), slots = (double)slots_of(spec, tokens);
+    double rows = (double)(spec->w2.in_features / MOQ_PACK_ROWS);
+    w->bytes = first + (down->split ? second : 0);
+    w->inside[0] = slots * rows / spec->w13.target.sm_count;
+    w->inside[1] = busiest(spec, up, chunks * rows, spec->w13.in_features);
+    if (down->split)
+        w->inside[2] = busiest(spec, down, chunks * (double)divide_up(down_slabs(spec), 2),
+                               spec->w2.in_features);
+    w->beside[1] = down->split ? chunks : cluster_bytes(spec, tokens, down);
+    w->beside[2] = parted_bytes(&spec->w13, first) + parted_bytes(&spec->w2, second);
 }
 
-/* Seconds of a row, infinite where it cannot be, or where the first kernel should have another
- * number of blocks. */
-static double row_seconds(const moq_moe_spec *spec, int64_t tokens, int row) {
+static void count_strips(const moq_moe_spec *spec, int64_t tokens, const moq_moe_fused *s,
+                         moq_load *w) {
+    double chunks = expected_chunks(spec, tokens), tiles = (double)fused_tiles_of(spec);
+    double bytes = up_bytes(spec, 1) + down_bytes(spec, 1);
+    double each = fmax(1, ceil(chunks * tiles / spec->w2.target.sm_count));
+    w->bytes = chunks * bytes;
+    w->inside[0] = s->split ? each * bytes / tiles : 0;
+    w->beside[1] = s->split ? !s->alone : s->block_tiles;
+}
+
+/* Slices by blocks without a gate take 19 us more, whatever they read (Nemotron-3-Nano, one to four
+ * tokens on an H200): they are left out. */
+static bool work(const moq_problem *p, int config, moq_load *w) {
+    const moq_moe_spec *spec = p->layer;
     moq_moe_decode_share share;
-    if (!partition_row(spec, tokens, row, &share))
-        return INFINITY;
-    if (row == MOQ_MOE_DECODE_FUSED && format_of(spec) == &FP8)
-        return fused_fp8_seconds(spec, tokens, &share.tiles);
-    if (row == MOQ_MOE_DECODE_FUSED)
-        return slots_of(spec, tokens) > FUSED_SLOTS ? INFINITY
-                                                    : fused_seconds(spec, tokens, &share.tiles);
-    /* Slices by blocks without a gate take 19 us more, whatever they read (Nemotron-3-Nano, one to
-     * four tokens on an H200); why is not known. */
-    if (share.up.split && !spec->gated && spec->w13.weight == MOQ_WEIGHT_E4M3_BLOCK)
-        return INFINITY;
-    bool one = !share.up.split && !share.down.split &&
-               up_bytes(spec, expected_chunks(spec, tokens)) <=
-                   (double)ONE_BLOCK * spec->w13.target.sm_count;
-    if (row % 2 == one)
-        return INFINITY;
-    return scaling(spec) * (up_seconds(spec, tokens, &share.up) +
-                            down_seconds(spec, tokens, &share.down) + slots_seconds(spec, tokens));
+    if (!lay_out_config(spec, p->tokens, config, &share) ||
+        (share.up.split && !spec->gated && spec->w13.weight == MOQ_WEIGHT_E4M3_BLOCK))
+        return false;
+    if (config == MOQ_MOE_DECODE_FUSED)
+        count_strips(spec, p->tokens, &share.tiles, w);
+    else
+        count_products(spec, p->tokens, &share, w);
+    w->beside[0] = moq_expected_slots(spec, p->tokens) * (double)spec->w2.out_features;
+    if (format_of(spec) == &FP8_FORMAT)
+        w->rates += CONFIGS * (int)(spec->w13.input - MOQ_INPUT_E4M3_TENSOR);
+    return true;
 }
 
-static int best_row(const moq_moe_spec *spec, int64_t tokens, double *seconds) {
-    int best = -1;
-    *seconds = INFINITY;
-    for (int row = 0; row <= MOQ_MOE_DECODE_FUSED; row++) {
-        double own = row_seconds(spec, tokens, row);
-        if (own < *seconds) {
-            *seconds = own;
-            best = row;
-        }
-    }
-    return best;
+const moq_configs MOQ_MOE_FP8_DECODE = {.configs = CONFIGS, .rates = FP8_RATES, .work = work};
+const moq_configs MOQ_MOE_NVFP4_DECODE = {.configs = CONFIGS, .rates = NVFP4_RATES, .work = work};
+
+static const moq_configs *family_of(const moq_moe_spec *spec) {
+    return format_of(spec) == &FP8_FORMAT ? &MOQ_MOE_FP8_DECODE : &MOQ_MOE_NVFP4_DECODE;
 }
 
-/* A form has room for the rows of the two products; the next number of blocks says strips. */
-static moq_kernel_config config_of_row(int32_t variant, int row) {
-    return row == MOQ_MOE_DECODE_FUSED ? moq_kernel_config_of(variant, 0, 2)
-                                       : moq_kernel_config_of(variant, row, 1);
-}
-
-static int row_of_config(moq_kernel_config config) {
-    return moq_tiling_blocks(config.tiling) == 2 ? MOQ_MOE_DECODE_FUSED
-                                                 : moq_tiling_row(config.tiling);
-}
-
-moq_kernel_config moq_moe_decode_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant) {
-    moq_moe_decode_share share;
-    int row = variant - 1;
-    double seconds;
-    bool can = row >= 0 && row <= MOQ_MOE_DECODE_FUSED && partition_row(spec, tokens, row, &share);
-    return config_of_row(can ? variant : 0, can ? row : best_row(spec, tokens, &seconds));
-}
-
-uint64_t moq_moe_decode_variants(const moq_moe_call *call) {
-    uint64_t variants = 1;
-    double least;
-    int best = best_row(call->spec, call->tokens, &least);
-    for (int row = 0; row <= MOQ_MOE_DECODE_FUSED; row++)
-        if (row != best && row_seconds(call->spec, call->tokens, row) < 1.5 * least)
-            variants |= 1ull << (row + 1);
-    return variants;
-}
-
-void moq_moe_decode_partition(const moq_moe_spec *spec, int64_t tokens, moq_kernel_config config,
+void moq_moe_decode_partition(const moq_moe_spec *spec, int64_t tokens, moq_kernel_config geometry,
                               moq_moe_decode_share *share) {
-    bool fits = partition_row(spec, tokens, row_of_config(config), share);
+    bool fits = lay_out_config(spec, tokens, moq_tiling_row(geometry.tiling), share);
     MOQ_ASSERT(fits);
     (void)fits;
 }
 
 int64_t moq_moe_decode_workspace(const moq_moe_spec *spec, int64_t tokens,
-                                 moq_kernel_config config) {
+                                 moq_kernel_config geometry) {
     moq_moe_decode_share share;
-    if (row_of_config(config) != MOQ_MOE_DECODE_FUSED)
+    if (moq_tiling_row(geometry.tiling) != MOQ_MOE_DECODE_FUSED)
         return halves_workspace(spec, tokens);
-    moq_moe_decode_partition(spec, tokens, config, &share);
+    moq_moe_decode_partition(spec, tokens, geometry, &share);
     return fused_workspace(spec, tokens, &share.tiles);
 }
 
@@ -691,11 +576,11 @@ static bool takes_sizes(const moq_moe_spec *spec, int columns, char *reason, siz
 }
 
 static bool takes_tokens(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size) {
-    double seconds;
+    moq_problem p = {spec, &spec->w13.target, tokens > 0 ? tokens : 1, true};
     if (tokens > MOQ_MOE_DECODE_SLOTS / spec->top_k)
         snprintf(reason, size, "needs at most %d slots, got %lld tokens of %d",
                  MOQ_MOE_DECODE_SLOTS, (long long)tokens, (int)spec->top_k);
-    else if (best_row(spec, tokens > 0 ? tokens : 1, &seconds) < 0)
+    else if (!(moq_find_config(family_of(spec), &p).seconds < INFINITY))
         snprintf(reason, size, "has no room in shared memory for %lld tokens", (long long)tokens);
     else
         return true;
@@ -719,10 +604,4 @@ bool moq_moe_fp8_decode_takes(const moq_moe_spec *spec, int64_t tokens, char *re
     snprintf(reason, size, "multiplies FP8 weights, %s with compute %s has others", spec->w13.algo,
              moq_compute_name(spec->w13.compute));
     return false;
-}
-
-double moq_moe_decode_seconds(const moq_moe_spec *spec, int64_t tokens) {
-    double seconds;
-    best_row(spec, tokens, &seconds);
-    return seconds;
 }

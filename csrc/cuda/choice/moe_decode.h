@@ -51,12 +51,8 @@ extern "C" {
 #define MOQ_MOE_FP8_FUSED_STAGES     2
 #define MOQ_MOE_FP8_FUSED_PITCH      (2 * MOQ_MOE_FUSED_COLUMNS + 1)
 
-/* Ways, the rows of forms. The first bit of a row is the logarithm of blocks of a multiprocessor in
- * the first kernel, the next three the row of a table of ways to do the second, and the last says
- * whether warps of the first have slices of K. Strips are behind them. */
-#define MOQ_MOE_DECODE_CONFIGS 32
-#define MOQ_MOE_DECODE_SPLIT_K 16
-#define MOQ_MOE_DECODE_FUSED   MOQ_MOE_DECODE_CONFIGS
+/* Configs: four of two kernels, and behind them strips. */
+#define MOQ_MOE_DECODE_FUSED 4
 
 /* Offsets of the tables in shared memory. */
 typedef struct {
@@ -116,16 +112,7 @@ bool moq_moe_nvfp4_decode_takes(const moq_moe_spec *spec, int64_t tokens, char *
                                 size_t size);
 bool moq_moe_fp8_decode_takes(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size);
 
-/* Seconds of a whole call. */
-double moq_moe_decode_seconds(const moq_moe_spec *spec, int64_t tokens);
-
-/* The way of a call in a variant: 0 is the best one, others are a row and one more. */
-moq_kernel_config moq_moe_decode_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
-
-/* Bit i is set where variant i is worth measuring; bit 0, the choice, always. */
-uint64_t moq_moe_decode_variants(const moq_moe_call *call);
-
-/* The call shared out in its way. */
+/* Partitions the call by its config. */
 void moq_moe_decode_partition(const moq_moe_spec *spec, int64_t tokens, moq_kernel_config config,
                               moq_moe_decode_share *share);
 

@@ -18,15 +18,6 @@ int moq_moe_prefill_tile_rows(const moq_moe_spec *spec, moq_kernel_config config
 /* Whether tiles have fewer rows of W, and steps more columns. */
 bool moq_moe_prefill_deep(const moq_moe_spec *spec, moq_kernel_config config);
 
-/* The way of a call in a variant: 0 is the best one, others are a row and one more. */
-moq_kernel_config moq_moe_prefill_choose(const moq_moe_spec *spec, int64_t tokens, int32_t variant);
-
-/* Bit i is set where variant i is worth measuring. */
-uint64_t moq_moe_prefill_variants(const moq_moe_call *call);
-
-/* Seconds of a whole call in its best way. */
-double moq_moe_prefill_seconds(const moq_moe_spec *spec, int64_t tokens);
-
 #ifdef __cplusplus
 }
 #endif

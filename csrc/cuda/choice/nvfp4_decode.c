@@ -1,15 +1,12 @@
-/* The choice among ways to do the NVFP4 linear for a few tokens on Hopper: see nvfp4_decode.h. */
+/* Configs of the NVFP4 linear for a few tokens on Hopper: see nvfp4_decode.h. */
 #include "cuda/choice/nvfp4_decode.h"
 
 #include "core/invariant.h"
-#include "cuda/choice/chip.h"
 #include "cuda/choice/choice.h"
+#include "cuda/choice/rates.h"
 
-#include <math.h>
-
-#define SHORT       2048 /* columns up to which fewer than 8 warps may share K */
-#define MOST_ALONE  4    /* tokens whose x comes to stages by lanes, more in boxes */
-#define MANY_STAGES 8    /* of a warp: x had better stay */
+#define MOST_ALONE  4 /* tokens whose x comes to stages by lanes, more in boxes */
+#define MANY_STAGES 8 /* of a warp: x had better stay */
 #define STAGE_BYTES (MOQ_NVFP4_DECODE_STAGE_UNITS * MOQ_PACK_BYTES) /* of W */
 
 static int least(int a, int b) {
@@ -102,7 +99,7 @@ static bool is_half(const moq_nvfp4_decode_config *w) {
     return w->warps == 8 || !MOQ_NVFP4_DECODE_ADDS(w->warps, w->slabs);
 }
 
-/* Everything about a call that its way decides, or false where it cannot be done so. x stays where
+/* Everything about a call that its config decides, or false where it cannot be done so. x stays where
  * it is read more than once, or together, or comes in many stages, which costs their warps time,
  * and fits. Eight warps take half of a multiprocessor if that gives each two stages. */
 static bool arrange(moq_nvfp4_decode_share *a, const moq_nvfp4_decode_config *w, int sm_count) {
@@ -127,112 +124,17 @@ static bool arrange(moq_nvfp4_decode_share *a, const moq_nvfp4_decode_config *w,
     return false;
 }
 
-/* Microseconds of a multiprocessor for a unit and for a stage, and before the first. */
-typedef struct {
-    double unit, stage, start;
-} costs;
-
-static costs costs_of(const moq_nvfp4_decode_config *w) {
-    static const costs EIGHT[3] = {
-        {0.0146, 0.01704, 3.883}, {0.01285, 0.02229, 4.147}, {0.01373, 0.04051, 4.357}};
-    static const costs TWO[2] = {{0.00473, 0.01277, 4.977}, {0.01101, 0.01538, 5.022}};
-    static const costs SIXTEEN[3] = {
-        {0.01584, 0.1367, 2.259}, {0.005345, 0.008852, 5.539}, {0.01613, 0.01129, 4.943}};
-    return w->two ? TWO[w->slabs / 8] : w->warps > 8 ? SIXTEEN[w->slabs / 4] : EIGHT[w->slabs / 4];
-}
-
-/* Microseconds of a call, fitted to 1965 times of 32 layers with up to 16 tokens on an H100, each
- * call behind the end of the one before, as among kernels of others (docs/lab/choice.md): 3 % root
- * mean square where the way is near the best. Products, W from memory and the warp that adds up go
- * on beside each other; before them the start and x, after them the ends of rounds. Two tiles of
- * tokens take a little longer. */
-static double estimate(const moq_nvfp4_decode_share *a, const moq_nvfp4_decode_config *w,
-                       const moq_target *target) {
-    costs c = costs_of(w);
-    bool half = is_half(w);
-    int most = most_blocks(a), slabs = most_slabs(a, w), rounds = rounds_of(a, w);
-    double warps = w->warps << w->two, columns = (double)most * a->m * MOQ_NVFP4_DECODE_X_BLOCK;
-    double products =
-        warps * (slabs * most * c.unit + rounds * quotient_up(most, a->turn) * c.stage);
-    double memory = (double)a->n * a->k * 0.5625 / moq_memory_rate(target, 4.45e6) * 1.054;
-    double before = c.start + w->share * 0.03118 + (half ? 0 : w->log_ranks * 0.5792) +
-                    (half && a->shared > HALF_SHARED ? 0.7909 : 0);
-    if (a->x_stays) {
-        before += columns * (1 << w->log_splits) *
-                  (w->share ? 1.076e-5
-                   : half   ? 2.752e-5
-                            : 1.091e-5);
-    } else {
-        columns *= rounds;
-        double fresh = fmin(columns, (double)a->stages * a->turn * a->m * MOQ_NVFP4_DECODE_X_BLOCK);
-        products += warps * (fresh * 1.055e-5 + (columns - fresh) * (a->boxes ? 5.925e-6
-                                                                     : half   ? 2.831e-5
-                                                                              : 3.294e-5));
-        memory += warps * columns * 4.662e-6;
-    }
-    double added = (double)(rounds - 1) * (w->warps >> w->log_splits) *
-                   quotient_up(quotient_up(slabs, rounds), 2) * ((a->m + 1) / 2);
-    double adding = added * (0.2441 + 0.005116 * (1 << w->log_splits)) * (w->log_ranks ? 1.707 : 1);
-    double ends = rounds * (0.1651 + w->log_ranks * 0.01845);
-    double hides = fmin(1, (double)a->k / 2048); /* outputs of more tokens, behind products */
-    ends += 2.86e-6 * (a->m - 1) * a->n * (1 - hides * hides * hides);
-    double all = before + ends + sqrt(sqrt(pow(products, 4) + pow(memory, 4) + pow(adding, 4)));
-    return a->m > 8 ? 1.059 * all : all;
-}
-
-/* Of K in full for all warps of a block, then of short K. Rows have to be enough for all threads
- * that add up; two tiles of tokens have one kernel. */
+/* Rows have to be enough for all threads that add up; two tiles of tokens have one kernel. */
 static const moq_nvfp4_decode_config CONFIGS[] = {
-    {8, 2, 0, 3},
-    {8, 4, 0, 3},
-    {8, 2, 1, 3},
-    {8, 4, 1, 3},
-    {8, 8, 1, 3},
-    {8, 2, 0, 3, true},
-    {8, 4, 0, 3, true},
-    {16, 4, 0, 4},
-    {16, 4, 0, 3},
-    {16, 4, 1, 4},
-    {16, 8, 1, 4},
-    {16, 2, 1, 4},
-    {8, 4, 0, 3, false, true},
-    {8, 8, 0, 3, false, true},
-    {8, 4, 1, 3, false, true},
-    {8, 8, 1, 3, false, true},
-    {8, 4, 0, 3, true, true},
-    {8, 8, 0, 3, true, true},
-    {8, 2, 0, 2, true},
-    {8, 4, 0, 1},
-    {8, 4, 0, 1, true},
+    {8, 2, 0, 3, true, false},  {16, 4, 0, 3, false, false}, {8, 8, 0, 3, false, true},
+    {8, 4, 1, 3, false, true},  {8, 4, 0, 3, true, true},    {8, 8, 0, 3, true, true},
+    {8, 4, 0, 3, false, false}, /* has room for every call */
 };
 
 enum { CONFIG_COUNT = sizeof CONFIGS / sizeof *CONFIGS };
-_Static_assert(CONFIG_COUNT <= MOQ_TILING_ROWS, "a way tells every row");
+_Static_assert(CONFIG_COUNT <= MOQ_TILING_ROWS, "a config tells every row");
 
-static bool suits(const moq_nvfp4_decode_config *w, const moq_nvfp4_decode_share *a) {
-    return (w->log_splits >= 3 || a->k <= SHORT) && (a->m <= 8 || (w->warps == 8 && w->slabs == 4));
-}
-
-static double seconds_of(moq_nvfp4_decode_share *a, const moq_nvfp4_decode_config *w,
-                         const moq_target *target) {
-    bool can = suits(w, a) && arrange(a, w, target->sm_count);
-    return can ? 1e-6 * estimate(a, w, target) : INFINITY;
-}
-
-/* The best of all ways. */
-static const moq_nvfp4_decode_config *config_of(moq_nvfp4_decode_share *a, const moq_target *target,
-                                                double *seconds) {
-    const moq_nvfp4_decode_config *best = CONFIGS;
-    *seconds = INFINITY;
-    for (int i = 0; i < CONFIG_COUNT; i++) {
-        double t = seconds_of(a, &CONFIGS[i], target);
-        if (t < *seconds) {
-            *seconds = t;
-            best = &CONFIGS[i];
-        }
-    }
-    return best;
-}
+static const moq_rates RATES[CONFIG_COUNT] = {MOQ_RATES_NVFP4_DECODE};
 
 static moq_nvfp4_decode_share begin_share(const moq_linear_spec *spec, int64_t m) {
     moq_nvfp4_decode_share args = {
@@ -240,30 +142,31 @@ static moq_nvfp4_decode_share begin_share(const moq_linear_spec *spec, int64_t m
     return args;
 }
 
-double moq_cuda_nvfp4_decode_seconds(const moq_linear_spec *spec, int64_t m) {
-    moq_nvfp4_decode_share args = begin_share(spec, m);
-    double seconds;
-    config_of(&args, &spec->target, &seconds);
-    return seconds;
+static bool suits(const moq_nvfp4_decode_config *w, const moq_nvfp4_decode_share *a) {
+    return a->m <= 8 || (w->warps == 8 && w->slabs == 4);
 }
 
-/* Variant 0 is the best; the best again where a variant cannot do the call. */
-static const moq_nvfp4_decode_config *find_best(const moq_linear_spec *spec, int64_t m,
-                                                int32_t which) {
-    moq_nvfp4_decode_share args = begin_share(spec, m);
-    double seconds;
-    if (which > 0 && which <= CONFIG_COUNT && suits(&CONFIGS[which - 1], &args) &&
-        arrange(&args, &CONFIGS[which - 1], spec->target.sm_count))
-        return &CONFIGS[which - 1];
-    return config_of(&args, &spec->target, &seconds);
+/* A warp's units of W and stages; x, which a block has, and outputs of rounds, of more tokens. */
+static bool work(const moq_problem *p, int config, moq_load *w) {
+    const moq_linear_spec *spec = p->layer;
+    const moq_nvfp4_decode_config *geometry = &CONFIGS[config];
+    moq_nvfp4_decode_share a = begin_share(spec, p->tokens);
+    if (!suits(geometry, &a) || !arrange(&a, geometry, spec->target.sm_count))
+        return false;
+    w->blocks = 1 << geometry->log_ranks;
+    int rounds = rounds_of(&a, geometry), most = most_blocks(&a);
+    w->bytes = MOQ_NVFP4_BYTES * (double)a.n * (double)a.k;
+    double x = (double)most * a.m * MOQ_NVFP4_DECODE_X_BLOCK;
+    w->inside[0] = most_slabs(&a, geometry) * most;
+    w->inside[1] = rounds * quotient_up(most, a.turn);
+    w->inside[2] = a.x_stays ? 0 : rounds * x;
+    w->beside[0] = a.x_stays ? x * (1 << geometry->log_splits) : 0;
+    w->beside[1] = (rounds - 1) * (a.m + 1) / 2;
+    w->beside[2] = a.shared > HALF_SHARED;
+    return true;
 }
 
-moq_kernel_config moq_cuda_nvfp4_decode_choose(const moq_linear_spec *spec, int64_t m,
-                                               int32_t variant) {
-    const moq_nvfp4_decode_config *best = find_best(spec, m, variant);
-    int row = (int)(best - CONFIGS);
-    return moq_kernel_config_of(row + 1, row, 1 << best->log_ranks);
-}
+const moq_configs MOQ_NVFP4_DECODE = {.configs = CONFIG_COUNT, .rates = RATES, .work = work};
 
 const moq_nvfp4_decode_config *moq_nvfp4_decode_expand_config(const moq_linear_call *call,
                                                               moq_nvfp4_decode_share *share) {
@@ -271,22 +174,4 @@ const moq_nvfp4_decode_config *moq_nvfp4_decode_expand_config(const moq_linear_c
     *share = begin_share(call->spec, call->m);
     arrange(share, w, call->spec->target.sm_count);
     return w;
-}
-
-double moq_cuda_nvfp4_decode_config_seconds(const moq_linear_call *call) {
-    moq_nvfp4_decode_share share;
-    const moq_nvfp4_decode_config *w = moq_nvfp4_decode_expand_config(call, &share);
-    return 1e-6 * estimate(&share, w, &call->spec->target);
-}
-
-/* The choice, and the ways that are not expected to take half as long again. */
-uint64_t moq_cuda_nvfp4_decode_variants(const moq_linear_call *call) {
-    moq_nvfp4_decode_share args = begin_share(call->spec, call->m);
-    double best;
-    uint64_t some = 1;
-    config_of(&args, &call->spec->target, &best);
-    for (int i = 0; i < CONFIG_COUNT; i++)
-        if (seconds_of(&args, &CONFIGS[i], &call->spec->target) < 1.5 * best)
-            some |= 2ull << i;
-    return some;
 }

@@ -20,7 +20,7 @@ extern "C" {
  * slabs do all in one round, so that none has to. */
 #define MOQ_NVFP4_DECODE_ADDS(warps, slabs) ((warps) == 8 || (slabs) > 2)
 
-/* What the way of a call decides: how much the blocks have of rows, of K and of shared memory. The
+/* The geometry that a config decides: how much the blocks have of rows, of K and of shared memory. The
  * arguments of the kernel begin with the same fields. */
 #define MOQ_NVFP4_DECODE_SHARE                                                                     \
     int m, n, k;                                                                                   \
@@ -45,13 +45,13 @@ typedef struct {
     MOQ_NVFP4_DECODE_SHARE
 } moq_nvfp4_decode_share;
 
-/* A way to run a call; `two`: also by two blocks of a multiprocessor, of eight warps each. */
+/* A config of a call; `two`: also by two blocks of a multiprocessor, of eight warps each. */
 typedef struct {
     int warps, slabs, log_ranks, log_splits;
     bool share, two;
 } moq_nvfp4_decode_config;
 
-/* The call's way, and the call shared out. */
+/* Expands the call's config and partitions the call. */
 const moq_nvfp4_decode_config *moq_nvfp4_decode_expand_config(const moq_linear_call *call,
                                                               moq_nvfp4_decode_share *share);
 

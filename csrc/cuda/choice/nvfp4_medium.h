@@ -25,61 +25,60 @@ extern "C" {
 
 /* The shapes of tiles of exact products: X(tokens, warpgroups with rows of their own, warpgroups
  * with the same rows, whether the blocks of a cluster share K, whether blocks may share the steps
- * of the last tiles evenly, microseconds of a step). Shapes that neither the recorded choices nor
- * tune() preferred anywhere are not here (docs/lab/choice.md). */
+ * of the last tiles evenly). */
 #define MOQ_NVFP4_MEDIUM_SHAPES(X)                                                                 \
-    X(16, 3, 1, false, false, 0.466)                                                               \
-    X(16, 4, 1, false, true, 0.604)                                                                \
-    X(16, 2, 1, true, false, 0.370)                                                                \
-    X(16, 3, 1, true, false, 0.442)                                                                \
-    X(16, 2, 2, true, false, 0.548)                                                                \
-    X(16, 1, 2, true, false, 0.354)                                                                \
-    X(32, 2, 1, false, false, 0.390)                                                               \
-    X(32, 4, 1, false, true, 0.616)                                                                \
-    X(32, 3, 1, false, false, 0.499)                                                               \
-    X(32, 3, 1, true, false, 0.480)                                                                \
-    X(32, 4, 1, true, false, 0.598)                                                                \
-    X(32, 2, 2, true, false, 0.611)                                                                \
-    X(32, 1, 2, true, false, 0.393)                                                                \
-    X(64, 2, 1, false, false, 0.475)                                                               \
-    X(64, 4, 1, false, true, 0.846)                                                                \
-    X(64, 3, 1, false, true, 0.623)                                                                \
-    X(64, 2, 1, true, false, 0.455)                                                                \
-    X(64, 3, 1, true, false, 0.602)                                                                \
-    X(64, 4, 1, true, false, 0.791)                                                                \
-    X(64, 2, 2, true, false, 0.791)                                                                \
-    X(64, 1, 2, true, false, 0.555)                                                                \
-    X(128, 2, 1, false, true, 0.631)                                                               \
-    X(128, 4, 1, false, true, 1.224)                                                               \
-    X(128, 3, 1, false, true, 0.923)                                                               \
-    X(128, 2, 1, true, false, 0.575)                                                               \
-    X(128, 3, 1, true, false, 0.867)                                                               \
-    X(128, 4, 1, true, false, 1.231)                                                               \
-    X(128, 2, 2, true, false, 1.219)
+    X(16, 3, 1, false, false)                                                                      \
+    X(16, 4, 1, false, true)                                                                       \
+    X(16, 2, 1, true, false)                                                                       \
+    X(16, 3, 1, true, false)                                                                       \
+    X(16, 2, 2, true, false)                                                                       \
+    X(16, 1, 2, true, false)                                                                       \
+    X(32, 2, 1, false, false)                                                                      \
+    X(32, 4, 1, false, true)                                                                       \
+    X(32, 3, 1, false, false)                                                                      \
+    X(32, 3, 1, true, false)                                                                       \
+    X(32, 4, 1, true, false)                                                                       \
+    X(32, 2, 2, true, false)                                                                       \
+    X(32, 1, 2, true, false)                                                                       \
+    X(64, 2, 1, false, false)                                                                      \
+    X(64, 4, 1, false, true)                                                                       \
+    X(64, 3, 1, false, true)                                                                       \
+    X(64, 2, 1, true, false)                                                                       \
+    X(64, 3, 1, true, false)                                                                       \
+    X(64, 4, 1, true, false)                                                                       \
+    X(64, 2, 2, true, false)                                                                       \
+    X(64, 1, 2, true, false)                                                                       \
+    X(128, 2, 1, false, true)                                                                      \
+    X(128, 4, 1, false, true)                                                                      \
+    X(128, 3, 1, false, true)                                                                      \
+    X(128, 2, 1, true, false)                                                                      \
+    X(128, 3, 1, true, false)                                                                      \
+    X(128, 4, 1, true, false)                                                                      \
+    X(128, 2, 2, true, false)
 
 /* The shapes of tiles of FP8 products, told by the same numbers. */
 #define MOQ_NVFP4_FP8_MEDIUM_SHAPES(X)                                                             \
-    X(32, 2, 1, false, true, 0.429)                                                                \
-    X(32, 3, 1, false, true, 0.557)                                                                \
-    X(32, 4, 1, false, true, 0.685)                                                                \
-    X(32, 2, 1, true, false, 0.455)                                                                \
-    X(32, 3, 1, true, false, 0.535)                                                                \
-    X(32, 1, 2, true, false, 0.454)                                                                \
-    X(32, 2, 2, true, false, 0.704)                                                                \
-    X(64, 2, 1, false, true, 0.469)                                                                \
-    X(64, 3, 1, false, true, 0.682)                                                                \
-    X(64, 4, 1, false, true, 0.888)                                                                \
-    X(64, 2, 1, true, false, 0.493)                                                                \
-    X(64, 3, 1, true, false, 0.658)                                                                \
-    X(64, 1, 2, true, false, 0.497)                                                                \
-    X(64, 2, 2, true, false, 0.845)                                                                \
-    X(128, 2, 1, false, true, 0.613)                                                               \
-    X(128, 3, 1, false, true, 0.945)                                                               \
-    X(128, 2, 1, true, false, 0.612)                                                               \
-    X(128, 3, 1, true, false, 0.970)                                                               \
-    X(128, 1, 2, true, false, 0.612)                                                               \
-    X(256, 2, 1, false, true, 0.962)                                                               \
-    X(256, 2, 1, true, false, 0.934)
+    X(32, 2, 1, false, true)                                                                       \
+    X(32, 3, 1, false, true)                                                                       \
+    X(32, 4, 1, false, true)                                                                       \
+    X(32, 2, 1, true, false)                                                                       \
+    X(32, 3, 1, true, false)                                                                       \
+    X(32, 1, 2, true, false)                                                                       \
+    X(32, 2, 2, true, false)                                                                       \
+    X(64, 2, 1, false, true)                                                                       \
+    X(64, 3, 1, false, true)                                                                       \
+    X(64, 4, 1, false, true)                                                                       \
+    X(64, 2, 1, true, false)                                                                       \
+    X(64, 3, 1, true, false)                                                                       \
+    X(64, 1, 2, true, false)                                                                       \
+    X(64, 2, 2, true, false)                                                                       \
+    X(128, 2, 1, false, true)                                                                      \
+    X(128, 3, 1, false, true)                                                                      \
+    X(128, 2, 1, true, false)                                                                      \
+    X(128, 3, 1, true, false)                                                                      \
+    X(128, 1, 2, true, false)                                                                      \
+    X(256, 2, 1, false, true)                                                                      \
+    X(256, 2, 1, true, false)
 
 /* A shape of tiles. */
 typedef struct {
@@ -87,12 +86,11 @@ typedef struct {
     bool split_k, shared; /* blocks of a cluster share K; of the last tiles, steps */
     int stage;            /* bytes of a step */
     int token_step;       /* bytes of a token in a step */
-    double step;          /* microseconds, fitted */
 } moq_nvfp4_medium_shape;
 
 /* How a call is done: a shape of tiles and how many there are. */
 typedef struct {
-    const moq_nvfp4_medium_shape *shape; /* NULL where there is no way */
+    const moq_nvfp4_medium_shape *shape; /* NULL where there is none */
     int index;                           /* of the shape */
     int cluster;                         /* blocks that share K */
     int64_t row_tiles, columns, workers;
@@ -112,7 +110,7 @@ moq_nvfp4_medium_layout moq_nvfp4_medium_smem_layout(const moq_nvfp4_medium_shap
 /* Tokens of a tile: as few as give as many tiles, whole eights where there are several. */
 int64_t moq_nvfp4_medium_tokens(int64_t m, const moq_nvfp4_medium_config *config);
 
-/* The call's way, laid out. */
+/* Expands the call's config. */
 moq_nvfp4_medium_config moq_nvfp4_medium_expand_config(const moq_linear_call *call);
 moq_nvfp4_medium_config moq_nvfp4_fp8_medium_expand_config(const moq_linear_call *call);
 

@@ -13,17 +13,11 @@ extern "C" {
 #define MOQ_NVFP4_PREFILL_ROWS  128 /* of W, of a block */
 #define MOQ_NVFP4_PREFILL_CHUNK 32  /* tokens whose outputs leave at a time */
 
-/* The shapes of tiles: X(tokens, what two blocks share, microseconds of a step on few
- * multiprocessors, and of even shares). */
-#define MOQ_NVFP4_PREFILL_SHAPES(X)                                                                \
-    X(256, MOQ_SHARE_TOKENS, 0.550, 5.57)                                                          \
-    X(256, MOQ_ALONE, 0.567, 4.71)                                                                 \
-    X(128, MOQ_SHARE_TOKENS, 0.330, 2.87)                                                          \
-    X(128, MOQ_ALONE, 0.334, 3.58)
+/* The shapes of tiles: X(tokens, what two blocks share). */
+#define MOQ_NVFP4_PREFILL_SHAPES(X) X(256, MOQ_SHARE_TOKENS) X(256, MOQ_ALONE)
 
 typedef struct {
     int tokens, blocks; /* of a tile; that share its tokens */
-    double step, tail;  /* microseconds: of a step on few multiprocessors, of even shares */
 } moq_nvfp4_prefill_shape;
 
 /* How a call is done. Workers are blocks or pairs of them, or clusters. */
@@ -35,7 +29,7 @@ typedef struct {
     int splits;         /* of K, or 0 */
 } moq_nvfp4_prefill_config;
 
-/* The call's way, laid out. */
+/* Expands the call's config. */
 moq_nvfp4_prefill_config moq_nvfp4_prefill_expand_config(const moq_linear_call *call);
 
 #ifdef __cplusplus

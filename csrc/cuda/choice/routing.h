@@ -1,4 +1,4 @@
-/* What a call's tokens come to at the experts, as it is expected of a router that likes all. */
+/* Load of experts, as it is expected of uniform routing. */
 #ifndef MOQ_CUDA_CHOICE_ROUTING_H
 #define MOQ_CUDA_CHOICE_ROUTING_H
 
@@ -9,6 +9,12 @@
 /* Slots of the experts that are here. */
 static inline double moq_expected_slots(const moq_moe_spec *spec, int64_t tokens) {
     return (double)tokens * spec->top_k * spec->experts / spec->global_experts;
+}
+
+/* Weights of an expert. */
+static inline double moq_expert_weights(const moq_moe_spec *spec) {
+    return (double)spec->w13.in_features * (double)spec->w13.out_features +
+           (double)spec->w2.in_features * (double)spec->w2.out_features;
 }
 
 /* Experts that have a slot. */

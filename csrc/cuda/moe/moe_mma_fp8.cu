@@ -92,11 +92,11 @@ static moq_status multiply_as_codes(const expert_product *p, moq_err *err) {
 }
 
 static row_tiling tiling_as_halves(const moq_moe_call *, double rows) {
-    return {moq_moe_mma_fp8_as_f16_tile_rows(rows), 1, false};
+    return {moq_moe_mma_fp8_tile_rows(rows), 1, false};
 }
 
 static row_tiling tiling_as_codes(const moq_moe_call *, double rows) {
-    return {moq_moe_mma_fp8_as_e4m3_tile_rows(rows), 1, false};
+    return {moq_moe_mma_fp8_tile_rows(rows), 1, false};
 }
 
 static const expert_kernels AS_HALVES = {format_of, tiling_as_halves, multiply_as_halves};

@@ -123,7 +123,7 @@ static row_tiling tiling_exact(const moq_moe_call *, double rows) {
 }
 
 static row_tiling tiling_folded(const moq_moe_call *, double rows) {
-    return {moq_moe_mma_nvfp4_folded_tile_rows(rows), 1, false};
+    return {moq_moe_mma_nvfp4_tile_rows(rows), 1, false};
 }
 
 static const expert_kernels EXACT = {format_exact, tiling_exact, multiply_exact};

@@ -34,6 +34,12 @@ extern "C" moq_status moq_cuda_device_count(int *count, moq_err *err) {
                     status == cudaSuccess ? "the driver reports none" : cudaGetErrorString(status));
 }
 
+/* 0 where the driver does not tell. */
+static int attribute(int index, cudaDeviceAttr which) {
+    int value = 0;
+    return cudaDeviceGetAttribute(&value, which, index) == cudaSuccess ? value : 0;
+}
+
 static cudaError_t ask(int index, moq_cuda_device *out) {
     cudaDeviceProp prop;
     cudaError_t status = cudaGetDeviceProperties(&prop, index);
@@ -43,6 +49,9 @@ static cudaError_t ask(int index, moq_cuda_device *out) {
     out->major = prop.major;
     out->minor = prop.minor;
     out->sm_count = prop.multiProcessorCount;
+    out->sm_mhz = attribute(index, cudaDevAttrClockRate) / 1000;
+    out->memory_mhz = attribute(index, cudaDevAttrMemoryClockRate) / 1000;
+    out->bus_bits = attribute(index, cudaDevAttrGlobalMemoryBusWidth);
     out->shared_per_block = (int)prop.sharedMemPerBlockOptin;
     out->l2_bytes = prop.l2CacheSize;
     out->memory = prop.totalGlobalMem;

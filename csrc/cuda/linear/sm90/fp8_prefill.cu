@@ -646,7 +646,7 @@ static variant variant_of(void) {
             {(const void *)fp8_prefill<plain>, (const void *)fp8_prefill<groups>}};
 }
 
-#define VARIANT(first, columns, waves, share, fused, step, group_step)                             \
+#define VARIANT(first, columns, waves, share, fused)                                               \
     variant_of<first, columns, waves, share, fused>(),
 
 static const variant VARIANTS[] = {MOQ_FP8_PREFILL_SHAPES(VARIANT)};

@@ -213,7 +213,7 @@ static variant variant_of(void) {
     return {shape::threads, {whole, shared}};
 }
 
-#define VARIANT(tokens, row_groups, k_groups, split_k, shared, step)                               \
+#define VARIANT(tokens, row_groups, k_groups, split_k, shared)                                     \
     variant_of<tokens, row_groups, k_groups, split_k, shared>(),
 
 static const variant VARIANTS[] = {MOQ_NVFP4_FP8_MEDIUM_SHAPES(VARIANT)};

@@ -425,7 +425,7 @@ template <int T, moq_sharing SHARE> static variant variant_of(void) {
              {(const void *)nvfp4_fp8<fast, false>, (const void *)nvfp4_fp8<fast, true>}}};
 }
 
-#define VARIANT(tokens, share, step, fast_step, even, output) variant_of<tokens, share>(),
+#define VARIANT(tokens, share) variant_of<tokens, share>(),
 
 static const variant VARIANTS[] = {MOQ_NVFP4_FP8_SHAPES(VARIANT)};
 static_assert(ROWS == MOQ_NVFP4_FP8_ROWS && STEP == MOQ_NVFP4_FP8_STEP,

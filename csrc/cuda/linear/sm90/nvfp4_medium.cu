@@ -105,7 +105,7 @@ moq_status launch_tiles(const moq_linear_call *call, const moq_nvfp4_medium_conf
     return moq_cuda_launch(&launch, parameters, err);
 }
 
-#define VARIANT(tokens, row_groups, k_groups, split_k, shared, step)                               \
+#define VARIANT(tokens, row_groups, k_groups, split_k, shared)                                     \
     variant_of<MOQ_NVFP4_BF16, tokens, row_groups, k_groups, split_k, shared>(),
 
 static const variant BFLOAT16_VARIANTS[] = {MOQ_NVFP4_MEDIUM_SHAPES(VARIANT)};

@@ -4,7 +4,7 @@
 
 namespace moq::nvfp4_medium {
 
-#define VARIANT(tokens, row_groups, k_groups, split_k, shared, step)                               \
+#define VARIANT(tokens, row_groups, k_groups, split_k, shared)                                     \
     variant_of<MOQ_NVFP4_F16, tokens, row_groups, k_groups, split_k, shared>(),
 
 static const variant FLOAT16_VARIANTS[] = {MOQ_NVFP4_MEDIUM_SHAPES(VARIANT)};

@@ -159,7 +159,7 @@ template <int T, moq_sharing SHARE> static variant variant_of(void) {
              {(const void *)nvfp4_prefill<f16, false>, (const void *)nvfp4_prefill<f16, true>}}};
 }
 
-#define VARIANT(tokens, share, step, even) variant_of<tokens, share>(),
+#define VARIANT(tokens, share) variant_of<tokens, share>(),
 
 static const variant VARIANTS[] = {MOQ_NVFP4_PREFILL_SHAPES(VARIANT)};
 static_assert(ROWS == MOQ_NVFP4_PREFILL_ROWS && CHUNK == MOQ_NVFP4_PREFILL_CHUNK,

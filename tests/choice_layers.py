@@ -1,21 +1,10 @@
-"""Writes what the plan chooses over a grid of layers, chips and numbers of tokens: choices.txt.
-
-usage: python make_choices.py     with a build of this checkout, on any machine
-
-A line is a layer on a chip, then for each number of tokens the kernel, the variant (its shape of tiles)
-and the expected microseconds. A change that is meant to keep choices does not touch the file.
-A change that is meant to alter them is seen in its differences.
-"""
-
-from __future__ import annotations
+"""A grid of linears on chips that need not be here, for tests of the choice among kernels."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from moqext import _C
 
-FILE = Path(__file__).with_name("choices.txt")
 TOKENS = (1, 2, 4, 8, 16, 17, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 8192)
 SHAPES = (
     *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (8192, 8192), (57344, 8192)),
@@ -60,24 +49,10 @@ class Layer(NamedTuple):
     columns: int
     tokens: tuple[int, ...] = TOKENS
 
-    def __str__(self) -> str:
-        rows = "+".join(map(str, self.partitions))
-        fast = ", fast" if self.fast else ""
-        return f"{self.chip}, {self.quant_algo}, {self.compute}{fast}, {rows}x{self.columns}"
-
     def plan(self) -> _C.LinearPlan:
-        """Makes the plan of this layer."""
+        """The plan of this layer."""
         about = (self.quant_algo, self.columns, list(self.partitions), None, "bfloat16", "cuda:0")
         return _C.linear_plan(*about, self.compute, capability=self.chip, fast_accum=self.fast)
-
-    def choices(self) -> list[str]:
-        """The kernel, its variant and its microseconds, for each number of tokens."""
-        plan, found = self.plan(), []
-        for tokens in self.tokens:
-            kernel = plan.backend(tokens)
-            _, variant, seconds = next(row for row in plan.estimates(tokens) if row[0] == kernel)
-            found.append(f"{tokens} {kernel.removeprefix('cuda:')}/{variant} {seconds * 1e6:.5g}")
-        return found
 
 
 def layers() -> Iterator[Layer]:
@@ -91,18 +66,3 @@ def layers() -> Iterator[Layer]:
         for kind in OTHER_KINDS:
             for rows, columns in ((4096, 4096), (28672, 4096), (8192, 28672)):
                 yield Layer(chip, *kind, (rows,), columns, (1, 8, 16, 64, 512, 8192))
-
-
-def recorded() -> dict[str, list[str]]:
-    """Reads what the file says, by the text of the layer."""
-    lines = (line.split(": ", 1) for line in FILE.read_text().splitlines())
-    return {layer: choices.split("; ") for layer, choices in lines}
-
-
-def main() -> None:
-    """Writes the file."""
-    FILE.write_text("".join(f"{layer}: {'; '.join(layer.choices())}\n" for layer in layers()))
-
-
-if __name__ == "__main__":
-    main()
