@@ -91,16 +91,12 @@ static moq_status multiply_as_codes(const expert_product *p, moq_err *err) {
     return multiply(p, true, err);
 }
 
-static row_tiling tiling_as_halves(const moq_moe_call *, double rows) {
+static row_tiling tiling_of(const moq_moe_call *, double rows) {
     return {moq_moe_mma_fp8_tile_rows(rows), 1, false};
 }
 
-static row_tiling tiling_as_codes(const moq_moe_call *, double rows) {
-    return {moq_moe_mma_fp8_tile_rows(rows), 1, false};
-}
-
-static const expert_kernels AS_HALVES = {format_of, tiling_as_halves, multiply_as_halves};
-static const expert_kernels AS_CODES = {format_of, tiling_as_codes, multiply_as_codes};
+static const expert_kernels AS_HALVES = {format_of, tiling_of, multiply_as_halves};
+static const expert_kernels AS_CODES = {format_of, tiling_of, multiply_as_codes};
 
 MOQ_EXPERTS_ENTRY(mma_fp8_as_f16, AS_HALVES)
 MOQ_EXPERTS_ENTRY(mma_fp8_as_e4m3, AS_CODES)

@@ -118,16 +118,12 @@ static moq_status multiply_folded(const expert_product *p, moq_err *err) {
     return multiply(p, NVFP4_FOLDED, err);
 }
 
-static row_tiling tiling_exact(const moq_moe_call *, double rows) {
+static row_tiling tiling_of(const moq_moe_call *, double rows) {
     return {moq_moe_mma_nvfp4_tile_rows(rows), 1, false};
 }
 
-static row_tiling tiling_folded(const moq_moe_call *, double rows) {
-    return {moq_moe_mma_nvfp4_tile_rows(rows), 1, false};
-}
-
-static const expert_kernels EXACT = {format_exact, tiling_exact, multiply_exact};
-static const expert_kernels FOLDED = {format_folded, tiling_folded, multiply_folded};
+static const expert_kernels EXACT = {format_exact, tiling_of, multiply_exact};
+static const expert_kernels FOLDED = {format_folded, tiling_of, multiply_folded};
 
 MOQ_EXPERTS_ENTRY(mma_nvfp4, EXACT)
 MOQ_EXPERTS_ENTRY(mma_nvfp4_folded, FOLDED)
