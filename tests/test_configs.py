@@ -65,7 +65,7 @@ def test_configs_of_a_linear(configs: Any, layer: str, kernel: str, count: int) 
     assert len(found) == len(set(found)) == count
     for config in found:
         plan.keep(4, config.kernel, config.variant)
-        assert plan.way(4)[2] == config.number or config.variant == configs.OTHER_SCALING
+        assert plan.config(4)[2] == config.number or config.variant == configs.OTHER_SCALING
 
 
 @pytest.mark.parametrize(

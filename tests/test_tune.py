@@ -152,4 +152,4 @@ def test_a_plan_knows_the_variants_of_its_kernels(algo, tokens):
         for variant in range(64):
             plan.keep(tokens, kernel, variant)
             assert plan.is_tuned(tokens)
-            assert {plan.row(tokens)[0], plan.row(plan.bucket(tokens))[0]} == {kernel}
+            assert {plan.config(tokens)[0], plan.config(plan.bucket(tokens))[0]} == {kernel}

@@ -53,7 +53,7 @@ const moq_configs MOQ_MOE_FP8_PREFILL = {
 /* ---- NVFP4 ---- */
 
 /* Rows of a tile at most, rows of W, and columns of a step. Blocks make tiles one after the other,
- * so that the last round has as long as any (sm90_moe_prefill_nvfp4_tile.h). */
+ * so that the last round has as long as any (moe/sm90/prefill/nvfp4.cu). */
 static const struct {
     int rows, height, columns;
 } PACKED[] = {{64, 512, 128}, {128, 256, 64}, {288, 128, 64}, {64, 256, 128}, {32, 256, 256}};
