@@ -115,7 +115,7 @@ double moq_plan_cost(const moq_plan *plan, int kernel, int64_t m) {
 moq_kernel_config moq_plan_config(const moq_plan *plan, int kernel, int64_t m, int32_t variant) {
     const moq_configs *family = plan->operation->family(kernel);
     moq_problem p = moq_plan_problem(plan, m);
-    return family ? moq_choose_config(family, &p, variant) : moq_kernel_config_of(variant, 0, 1);
+    return family ? moq_choose_config(family, &p, variant) : moq_kernel_config_of(0, 0, 1);
 }
 
 /* Says why no kernel of the plan can run m tokens. */
