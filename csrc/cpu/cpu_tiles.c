@@ -163,7 +163,7 @@ static void sum_fused_tile(const moq_pass *p, const tile_memory *memory, const t
 }
 
 /* Multiplies one tile without decoding first. */
-static void sum_few(const moq_pass *p, const tile_memory *memory, const tile_place *place) {
+static void sum_decode(const moq_pass *p, const tile_memory *memory, const tile_place *place) {
     const moq_linear_call *call = p->call;
     int64_t n = place->n;
     bool e2m1 = call->spec->weight == MOQ_WEIGHT_E2M1;
@@ -376,7 +376,7 @@ void moq_pass_multiply_rows(void *context, int64_t begin, int64_t end) {
         if (p->regime == MOQ_PREFILL)
             sum_fused_tile(p, &memory, places, count, &pace);
         else
-            sum_few(p, &memory, &places[0]);
+            sum_decode(p, &memory, &places[0]);
         for (int64_t i = 0; i < count; i++) {
             tile_memory own = memory_of(p, &memory, i);
             double power = places[i].power * p->unit;

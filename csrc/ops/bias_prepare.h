@@ -2,7 +2,7 @@
 #ifndef MOQ_OPS_BIAS_PREPARE_H
 #define MOQ_OPS_BIAS_PREPARE_H
 
-#include "ops/weight_way.h"
+#include "ops/weight_mode.h"
 
 /* Writes bias [E, N], on the host or beside the weight, to `out`, float32 without gaps. The host's
  * may be of any type that scales are stored in, the device's of 16 or 32-bit floats; both have any

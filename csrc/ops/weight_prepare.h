@@ -3,7 +3,7 @@
 #ifndef MOQ_OPS_WEIGHT_PREPARE_H
 #define MOQ_OPS_WEIGHT_PREPARE_H
 
-#include "ops/weight_way.h"
+#include "ops/weight_mode.h"
 
 /* Bytes of device memory to work in; 0 on the CPU. */
 int64_t moq_prepare_workspace(const moq_weight *weight, bool fresh);

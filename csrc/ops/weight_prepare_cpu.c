@@ -1,5 +1,5 @@
 /* Weight processing on the CPU, in two passes: the first checks everything, the second writes. */
-#include "ops/weight_way.h"
+#include "ops/weight_mode.h"
 
 #include "ops/weight_codes.h"
 

@@ -25,7 +25,7 @@
 #include "cuda/tensor/cuda_layout.h"
 #include "cuda/tensor/cuda_nvfp4_pack.h"
 #include "ops/weight_codes.h"
-#include "ops/weight_way.h"
+#include "ops/weight_mode.h"
 
 #include <stdlib.h>
 

@@ -1,6 +1,6 @@
 /* The ways to process weights, and the functions that do it on each kind of device. */
-#ifndef MOQ_OPS_WEIGHT_WAY_H
-#define MOQ_OPS_WEIGHT_WAY_H
+#ifndef MOQ_OPS_WEIGHT_MODE_H
+#define MOQ_OPS_WEIGHT_MODE_H
 
 #include "ops/params.h"
 #include "ops/weight_sources.h"
