@@ -66,7 +66,7 @@ NEAR = 1.4
 """How much longer than the fastest a config may take that has more than one round."""
 
 CALLS = 24
-"""Of a graph, unless they are longer than this all together, in seconds:"""
+"""Calls of a graph, unless they are longer than this all together, in seconds:"""
 GRAPH_SECONDS = 1.5e-3
 LONG_GRAPH = 4
 HEAVY = 150e-6
@@ -129,7 +129,7 @@ class Cell(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What is timed of a cell.
+    """Layer and calls that a cell times.
 
     Attributes:
         plan: Of the layer.
@@ -188,7 +188,7 @@ def configs_of(plan: Any, tokens: int) -> list[Config]:
 
 
 def variant_of(plan: Any, tokens: int, kernel: str, number: int) -> int:
-    """What a plan keeps a config by; variants of a library are its algorithms, from 8 on of the other way."""
+    """Variant by which a plan keeps a config; cuBLASLt's are algorithms, from 8 on of the other scaling."""
     if kernel != "cuda:cublaslt":
         return number + 1
     plan.keep(tokens, kernel, 0)
@@ -276,7 +276,7 @@ class GraphTimer:
 
 
 def shuffled(configs: Iterable[Config]) -> list[Config]:
-    """Another order, so that nobody always follows the same one."""
+    """Shuffles configs, so that none always follows the same other."""
     order = list(configs)
     random.shuffle(order)
     return order
@@ -313,7 +313,7 @@ class Linears:
         self._made: tuple[str, tuple[int, int]] | None = None
 
     def subject(self, cell: Cell) -> Subject:
-        """What is timed of a cell."""
+        """Makes the layer and the calls of a cell."""
         shape = layers.shape_of(cell.where)
         if self._made != (cell.layer, shape):
             self._make(cell.layer, shape)
@@ -352,7 +352,7 @@ class ManyExperts:
         self._params: dict[str, Any] = {}
 
     def subject(self, cell: Cell) -> Subject:
-        """What is timed of a cell: tokens meet experts drawn anew in each call."""
+        """Makes the layer and the calls of a cell: tokens meet experts drawn anew in each call."""
         sizes, torch = MODELS[cell.where], self._torch
         if self._made != (cell.layer, cell.where):
             self._params = {}
@@ -410,7 +410,7 @@ def _random_tensor(torch: Any, name: str, shape: tuple[int, ...], dtype: str, pl
 
 
 def attributes() -> dict[str, Any]:
-    """What the driver says of the first device.
+    """Attributes of the first device by the driver.
 
     Raises:
         OSError: There is no driver.
@@ -459,7 +459,7 @@ def measured_cells(text: str) -> set[Cell]:
 
 
 def linear_cells(tokens: Iterable[int], shapes: Iterable[str], kinds: Iterable[str]) -> Iterator[Cell]:
-    """Of all formats before the next shape."""
+    """Cells of all formats before those of the next shape."""
     for shape, layer, count in product(shapes, kinds, tokens):
         yield Cell(layer, shape, count)
 

@@ -71,7 +71,7 @@ SMALL, HARD = 0.03, 3.0
 in it, and more rounds, layers that a fit has not seen lose twice as much."""
 
 WORST = 0.2
-"""What the worst loss counts beside the mean, for the round that stays."""
+"""Weight of the worst loss beside the mean, for the round that stays."""
 
 POWERS = (1.5, 2.0, 3.0, 5.0)
 PULL, USUAL = 0.05, 0.23
@@ -104,7 +104,7 @@ class Cell(NamedTuple):
 
     @property
     def decision(self) -> tuple[str, str, str]:
-        """Where choices are alike: the chip, the operation and the format."""
+        """Group of alike choices: the chip, the operation and the format."""
         return self.chip, "experts" if self.where in MODELS else "linear", self.layer
 
 
@@ -143,7 +143,7 @@ def read(folder: Path = TIMES) -> dict[Cell, dict[Config, float]]:
 
 
 def chosen(cell: Cell, times: Mapping[Config, float]) -> Config:
-    """What the plan takes of the configs that were measured."""
+    """Config that the plan takes among those that were measured."""
     found = {Config(row[0], row[1]): row[-1] for row in cell.plan.configs(cell.tokens)}
     return fastest({config: found[config] for config in times if config in found})
 
@@ -160,7 +160,7 @@ def fastest(seconds: Mapping[Config, float]) -> Config:
 
 
 def losses(times: Times) -> dict[tuple[str, str, str], dict[Cell, float]]:
-    """What the choice takes beyond the fastest that was measured, 0.1 for a tenth, by decision."""
+    """Loss of the choice beside the fastest that was measured, 0.1 for a tenth, by decision."""
     found: dict[tuple[str, str, str], dict[Cell, float]] = defaultdict(dict)
     for cell, each in times.items():
         found[cell.decision][cell] = each[chosen(cell, each)] / min(each.values()) - 1
@@ -297,7 +297,7 @@ class Fit:
         return float(self.rows[place[:2]].expected[place[2]])
 
     def choice(self, cell: Cell) -> Config:
-        """What is expected to be the fastest."""
+        """Config that is expected to be the fastest."""
         return fastest({config: self.expected(place) for config, place in self.cells[cell].items()})
 
     def run(self) -> None:
@@ -324,7 +324,7 @@ class Fit:
             row.expected = predict(row.terms, row.rates, row.power)[0]
 
     def _weigh(self, cell: Cell) -> float:
-        """What a choice loses; gives weight to the chosen config, and to what it loses against."""
+        """Loss of a choice; gives weight to the chosen config, and to what it loses against."""
         times, taken = self.times[cell], self.choice(cell)
         best = min(times, key=lambda config: times[config])
         loss = times[taken] / times[best] - 1

@@ -1,4 +1,4 @@
-"""What the choice of kernels loses on times that were measured, and that its constants are made of them."""
+"""The choice of kernels loses little on measured times, and its constants are made of them."""
 
 import importlib
 import re
@@ -51,12 +51,12 @@ def test_the_constants_are_those_that_the_times_make(fit: Any, times: Any) -> No
     made.run()
     words, numbers = zip(*map(parted, (fit.header(made), fit.HEADER.read_text())), strict=True)
     assert words[0] == words[1]
-    # Another processor rounds otherwise, which a fit of three digits shows in the last one.
+    # Processors round differently, which a fit of three digits shows in the last one.
     assert numbers[0] == pytest.approx(numbers[1], rel=0.02)
 
 
 def parted(text: str) -> tuple[list[str], list[float]]:
-    """What is between the rates of a header, and the rates."""
+    """Text between the rates of a header, and the rates."""
     return NUMBER.split(text), [float(number) for number in NUMBER.findall(text)]
 
 

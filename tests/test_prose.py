@@ -10,9 +10,6 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_YET = {"csrc", "benchmarks"}
-"""Top folders and files that are still being cleaned; empty when they are."""
-
 LEANING = re.compile(
     r"(?:Of|Those|These|What|Likewise|(?:The )?[Ss]ame|That of|Such|Whose|Them|Its?|Also|But|And|So|As|Both"
     r"|Another|The others?)\b"
@@ -66,7 +63,7 @@ def leans(comment):
 
 
 def files(*suffixes):
-    folders = {"csrc", "moqext", "python", "tests", "benchmarks"} - NOT_YET
+    folders = {"csrc", "moqext", "python", "tests", "benchmarks"}
     paths = (path for folder in sorted(folders) for path in sorted((ROOT / folder).rglob("*")))
     return [path for path in paths if path.suffix in suffixes and "third_party" not in path.parts]
 
@@ -103,8 +100,7 @@ def test_comments_and_docstrings_of_python_begin_with_their_subject():
 
 def test_lines_of_pages_fit_a_screen():
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
-    clean = [page for page in sorted(pages) if page.relative_to(ROOT).parts[0] not in NOT_YET]
-    assert offenders(clean, long_lines) == []
+    assert offenders(sorted(pages), long_lines) == []
 
 
 def test_first_words_are_told_apart():

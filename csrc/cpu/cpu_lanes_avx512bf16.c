@@ -61,7 +61,7 @@ INLINE void load_lines(const lanes *l, int64_t at, __m512i *line) {
 /* Block scales number [at, at + 16) of 16 rows as float32, those of number at + i in out[i]; zeros
  * from the end of the row on. */
 INLINE void load_lane_scales(const lanes *l, int64_t at, __m512 *out) {
-    /* Of four rows of 16 bytes: byte i of each lies together. */
+    /* Gathers byte i of each of four rows of 16 bytes. */
     const __m512i fours = _mm512_set_epi8(
         63, 47, 31, 15, 62, 46, 30, 14, 61, 45, 29, 13, 60, 44, 28, 12, 59, 43, 27, 11, 58, 42, 26,
         10, 57, 41, 25, 9, 56, 40, 24, 8, 55, 39, 23, 7, 54, 38, 22, 6, 53, 37, 21, 5, 52, 36, 20,
@@ -151,8 +151,8 @@ INLINE void lanes_e2m1(const lanes *l, __m512 *acc, const int m) {
     }
 }
 
-/* Of four rows a lane holds two codes each, then the next two, so that unpacking puts the low and
- * high bytes of pairs of columns side by side. */
+/* Transposes: a lane holds two codes of each of four rows, then the next two, so that unpacking
+ * puts the low and high bytes of pairs of columns side by side. */
 INLINE void transpose_for_e4m3(__m512i *r) {
 #pragma GCC unroll 4
     for (int i = 0; i < 16; i += 4) {

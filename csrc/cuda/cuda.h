@@ -30,16 +30,16 @@ typedef struct {
 
 /* True when the extension was compiled with nvcc. */
 bool moq_cuda_built(void);
-/* What it has code for, "80;90a;100f"; "" without nvcc. */
+/* Architectures that the extension has code for, "80;90a;100f"; "" without nvcc. */
 const char *moq_cuda_archs(void);
 /* Number of usable devices. MOQ_ERR_INTERNAL with the reason where there is no driver, or none. */
 moq_status moq_cuda_device_count(int *count, moq_err *err);
-/* What a device is. Asked once a device and process, then remembered; any thread may ask. */
+/* Describes a device. Asked once a device and process, then remembered; any thread may ask. */
 moq_status moq_cuda_query_device(int index, moq_cuda_device *out, moq_err *err);
 /* Makes a device current; moq_cuda_leave restores what was, and gets what this one said. */
 moq_status moq_cuda_enter(int32_t device, bool *entered, moq_err *err);
 void moq_cuda_leave(bool entered);
-/* What is queued on `after` from now on waits for what is queued on `before`; streams of the
+/* Makes work queued on `after` from now on wait for the work queued on `before`; streams of the
  * current device. Works within a capture of either, which takes in the other. */
 moq_status moq_cuda_order(void *before, void *after, moq_err *err);
 /* 13000 for 13.0: of the runtime in this extension, and the latest that the driver knows; 0 where

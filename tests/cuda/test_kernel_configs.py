@@ -62,8 +62,8 @@ def test_every_variant_is_a_way_of_its_own_or_the_choice(kind, rows, columns):
     ("cuda:sm90_nvfp4_fp8_medium", ("NVFP4", "fp8", False), 64, 8),
     ("cuda:sm90_nvfp4_fp8_prefill", ("NVFP4", "fp8", True), 512, 6),
 ])  # fmt: skip
-def test_variants_are_many_ways(kernel, kind, tokens, least):
-    """And the choice is the soonest of them; were the variant lost on the way, there would be one."""
+def test_variants_are_many_configs(kernel, kind, tokens, least):
+    """The choice is the soonest of them; were the variant lost on its way, there would be one."""
     plan = layer_of(kind).plan()
     configs = set()
     for variant in VARIANTS:

@@ -16,8 +16,8 @@ static inline bool moq_cublaslt_has_vectors(const moq_linear_spec *spec) {
     return spec->target.capability == 90;
 }
 
-/* Of packed NVFP4 weights (moq_linear_folds), the rows that are FP8 codes in the workspace at a
- * time: 128 MB of codes at most. */
+/* Rows of packed NVFP4 weights (moq_linear_folds) that are FP8 codes in the workspace at a time:
+ * 128 MB of codes at most. */
 static inline int64_t moq_cublaslt_folded_rows(const moq_linear_spec *spec) {
     const int64_t most = 128 << 20, n = spec->out_features;
     int64_t splits = (n * spec->in_features + most - 1) / most;

@@ -1,4 +1,5 @@
-/* How work divides into tiles and steps, for the choice of a config, for launchers and for kernels. */
+/* How work divides into tiles and steps, for the choice of a config, for launchers and for kernels.
+ */
 #ifndef MOQ_CUDA_CHOICE_GRID_H
 #define MOQ_CUDA_CHOICE_GRID_H
 
@@ -13,9 +14,9 @@
 #define BLOCK_SHARED                                                                               \
     232448 /* bytes of shared memory that a block of compute capability 9.0 may have */
 
-/* What the blocks of a cluster have in common. In pairs each copies half of the operand to both. Of
- * MOQ_SPLIT_K each has some of K, and in MOQ_SPLIT_K_WARPGROUPS each warpgroup every other step of
- * that. */
+/* Operand or tile that the blocks of a cluster share. In pairs each copies half of the operand to
+ * both; with MOQ_SPLIT_K each has some of K, with MOQ_SPLIT_K_WARPGROUPS each warpgroup every other
+ * step of that. */
 typedef enum {
     MOQ_ALONE,
     MOQ_SHARE_WEIGHTS,
@@ -58,14 +59,14 @@ static inline stream_k_tail stream_k_tail_of(int64_t tiles, int64_t steps, int64
     return tail;
 }
 
-/* Of a tile's tokens, how many turn around at a time on their way to memory, and the bytes of eight
- * of them of a warpgroup as outputs. */
+/* Tokens of a tile that are transposed at a time on their way to memory, and bytes of a warpgroup's
+ * outputs of eight tokens. */
 #define TURNED_AT_ONCE(tokens) ((tokens) < 64 ? (tokens) : 64)
 #define EIGHT_BYTES            (8 * 128)
 #define COLUMN_TERMS_BYTES     2304 /* factors and biases of all warpgroups of a block, at most */
 
-/* What parts of K take in shared memory: float4 of a warpgroup's share of sums, bytes of all shares
- * of a block, bytes of the outputs of a warpgroup. */
+/* Shared memory of split-K: float4 of a warpgroup's share of sums, bytes of all shares of a block,
+ * bytes of the outputs of a warpgroup. */
 typedef struct {
     int side, sums, turn_step;
 } split_k_room;

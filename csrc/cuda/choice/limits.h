@@ -1,5 +1,5 @@
-/* What the linear kernels of Hopper take at most: the predicates of ops/linear_kernels.c say so,
- * the estimates and the kernels count on it. */
+/* Limits of the linear kernels of Hopper. The predicates of ops/linear_kernels.c check them;
+ * estimates and kernels count on them. */
 #ifndef MOQ_CUDA_CHOICE_LIMITS_H
 #define MOQ_CUDA_CHOICE_LIMITS_H
 

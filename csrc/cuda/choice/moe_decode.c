@@ -18,7 +18,7 @@ static const moq_rates NVFP4_RATES[CONFIGS] = {MOQ_RATES_MOE_NVFP4_DECODE};
 /* Shared memory of a block that leaves room for a second one on the multiprocessor, less what the
  * kernels declare. */
 #define BLOCK_BYTES (112 << 10)
-/* That of a block that is alone there, likewise. */
+/* Shared memory of a block that is alone on a multiprocessor, without what kernels declare. */
 #define WHOLE_BYTES ((227 << 10) - 2048)
 /* Slots up to here are grouped by the lanes of a warp, which need no counts. */
 #define LANES 32
@@ -54,7 +54,7 @@ int64_t moq_moe_decode_sums_at(const moq_moe_spec *spec, int64_t tokens) {
     return moq_moe_decode_inner_bytes(spec, tokens) + maxima;
 }
 
-/* Of g and d in the forms of two products. */
+/* Workspace bytes for g and d when up and down are separate kernels. */
 static int64_t halves_workspace(const moq_moe_spec *spec, int64_t tokens) {
     return moq_moe_decode_sums_at(spec, tokens) +
            slots_of(spec, tokens) * spec->w2.out_features * (int64_t)sizeof(float);
@@ -147,8 +147,7 @@ static void smem_layout(const moq_moe_spec *spec, int64_t slots, int64_t sums, i
     h->shared = used + format_of(spec)->alignment;
 }
 
-/* As many stages as there is room for, and use: a warp fills so many. False where there is no room
- * for two. */
+/* Gives a warp as many stages as there is room for and it fills. False if two do not fit. */
 static bool fill_half(const moq_moe_spec *spec, int64_t slots, int64_t sums, int64_t use,
                       moq_moe_decode_half *h) {
     if (sums > BLOCK_BYTES)
@@ -321,8 +320,8 @@ static void fused_smem_layout(const moq_moe_spec *spec, int64_t slots, int stage
     s->shared = used + format_of(spec)->alignment;
 }
 
-/* Those of FP8: stages of a warp that are on their way at first, and stages of the first product
- * that are left when the second one's weights are asked for. With one or two, and one to five left,
+/* FP8: stages of a warp in flight at first, and stages of the first product that are left when the
+ * second one's weights are asked for. With one or two, and one to five left,
  * one and two tokens of Qwen3-30B-A3B take 15.0 to 16.2 and 25.7 to 27.0 us on an H200; with these
  * 15.4 and 25.8, in blocks 15.0 and 25.9. */
 #define FP8_FUSED_FLIGHT 1
@@ -552,7 +551,7 @@ static bool is_fp8(const moq_linear_spec *layer) {
     return layer->weight == MOQ_WEIGHT_E4M3_ROW || layer->weight == MOQ_WEIGHT_E4M3_BLOCK;
 }
 
-/* Both inner dimensions are multiples of `columns`. */
+/* True if both inner dimensions are multiples of `columns`. */
 static bool takes_sizes(const moq_moe_spec *spec, int columns, char *reason, size_t size) {
     const moq_linear_spec *w13 = &spec->w13, *w2 = &spec->w2;
     long long hidden = w13->in_features, inner = w2->in_features;

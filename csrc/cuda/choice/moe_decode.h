@@ -31,10 +31,9 @@ extern "C" {
 #define MOQ_MOE_NVFP4_DECODE_SPLIT_K(X) X(1) X(2) X(3) X(4) X(6) X(8)
 #define MOQ_MOE_FP8_DECODE_SPLIT_K(X)   X(1) X(2) X(3) X(4)
 
-/* The form of strips (moe/sm90/decode/fused.h): warps of a block that multiply, those that share K
- * of the first product, columns of I, slabs of H that a warp has, and of them in a stage, bytes
- * between tokens of g, stages at most, bytes of one, and blocks of K that a slice may have; with
- * NVFP4. */
+/* Fused up and down (moe/sm90/decode/fused.h), NVFP4. Warps of a block that multiply, warps that
+ * share K of the first product, and columns of I. Slabs of H of a warp, and of a warp in a stage.
+ * Bytes between tokens of g, stages at most, bytes of a stage, and blocks of K of a warp. */
 #define MOQ_MOE_FUSED_WARPS            16
 #define MOQ_MOE_FUSED_SPLITS           8
 #define MOQ_MOE_FUSED_COLUMNS          64
@@ -45,7 +44,7 @@ extern "C" {
 #define MOQ_MOE_NVFP4_FUSED_STAGE      (32 * MOQ_PACK_BYTES)
 #define MOQ_MOE_NVFP4_FUSED_SPLIT_K(X) X(2) X(4)
 
-/* Those of FP8 (moe/sm90/decode/fp8.cu): slabs of H that a warp has, its stages, and floats from
+/* FP8, fused (moe/sm90/decode/fp8.cu): slabs of H that a warp has, its stages, and floats from
  * the sums of a part of K to those of the next. */
 #define MOQ_MOE_FP8_FUSED_DOWN_SLABS 8
 #define MOQ_MOE_FP8_FUSED_STAGES     2
@@ -60,7 +59,7 @@ typedef struct {
     int pitch; /* from a warp's to the next one's, where each has its own */
 } moq_moe_decode_tables;
 
-/* One of the two kernels. */
+/* Geometry of the up kernel or of the down kernel. */
 typedef struct {
     int grid, cluster; /* blocks, and blocks of a cluster, a power of two */
     int slabs;         /* of a warp's stage, at most; of an item, where warps have slices */
@@ -87,8 +86,8 @@ typedef struct {
     int fused_stages; /* of the block in a strip */
     bool by_slots;    /* the sum: slots have many parts, as a block has few strips of an expert */
     int staged_at, g_at, weights_at;
-    /* Of FP8: strips of a block, which are of one slot, blocks of a slot and of a cluster, stages
-     * of a strip behind which W2 is asked for, and where its columns are. */
+    /* FP8: column tiles of a block, which are of one slot, blocks of a slot and of a cluster,
+     * stages of a tile behind which W2 is asked for, and where its columns are. */
     int block_tiles, slot_blocks, cluster, ask, down_at;
     moq_moe_decode_tables tables;
     int64_t d_at; /* in the workspace, behind where slots are */

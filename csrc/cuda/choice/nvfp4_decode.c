@@ -17,7 +17,7 @@ static int quotient_up(int a, int b) {
     return (a - 1) / b + 1;
 }
 
-/* Of the warps that have most: blocks of K, slabs, and rounds. */
+/* Blocks of K, slabs and rounds of the warps that have most. */
 static int most_blocks(const moq_nvfp4_decode_share *a) {
     return a->blocks + (a->more_blocks > 0);
 }
@@ -99,9 +99,9 @@ static bool is_half(const moq_nvfp4_decode_config *w) {
     return w->warps == 8 || !MOQ_NVFP4_DECODE_ADDS(w->warps, w->slabs);
 }
 
-/* Everything about a call that its config decides, or false where it cannot be done so. x stays where
- * it is read more than once, or together, or comes in many stages, which costs their warps time,
- * and fits. Eight warps take half of a multiprocessor if that gives each two stages. */
+/* Everything about a call that its config decides, or false where it cannot be done so. x stays
+ * where it is read more than once, or together, or comes in many stages, which costs their warps
+ * time, and fits. Eight warps take half of a multiprocessor if that gives each two stages. */
 static bool arrange(moq_nvfp4_decode_share *a, const moq_nvfp4_decode_config *w, int sm_count) {
     partition_work(a, w, sm_count);
     int rounds = rounds_of(a, w), stages = rounds * quotient_up(most_blocks(a), a->turn);

@@ -20,8 +20,8 @@ extern "C" {
  * slabs do all in one round, so that none has to. */
 #define MOQ_NVFP4_DECODE_ADDS(warps, slabs) ((warps) == 8 || (slabs) > 2)
 
-/* The geometry that a config decides: how much the blocks have of rows, of K and of shared memory. The
- * arguments of the kernel begin with the same fields. */
+/* The geometry that a config decides: how much the blocks have of rows, of K and of shared memory.
+ * The arguments of the kernel begin with the same fields. */
 #define MOQ_NVFP4_DECODE_SHARE                                                                     \
     int m, n, k;                                                                                   \
     int log_ranks, log_splits; /* blocks of a cluster, and warps of a block, that share K */       \

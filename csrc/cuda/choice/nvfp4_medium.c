@@ -131,7 +131,7 @@ static moq_nvfp4_medium_config expand(const moq_nvfp4_medium_shape *shapes, int 
     }                                                                                              \
     const moq_configs MOQ_##NAME = {                                                               \
         .configs = 2 * NAME##_COUNT, .rates = NAME##_RATES, .work = work_##name};                  \
-    moq_nvfp4_medium_config moq_##name##_expand_config(const moq_linear_call *call) {                 \
+    moq_nvfp4_medium_config moq_##name##_expand_config(const moq_linear_call *call) {              \
         return expand(NAME##_SHAPES, NAME##_COUNT, call);                                          \
     }
 

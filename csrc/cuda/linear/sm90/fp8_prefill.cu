@@ -72,7 +72,8 @@ static __device__ __forceinline__ void store_staged(const gemm_args *a, uint32_t
                                                     const tile_place *at, int first) {
     int piece = threadIdx.x % 16, n = at->row + piece * 8;
 #pragma unroll 1
-    for (int i = 0; i < 8; i++) { /* same count for all lanes: the next products need whole warps */
+    for (int i = 0; i < 8;
+         i++) { /* equal counts for all lanes: the next products need whole warps */
         int token = threadIdx.x % 128 / 16 + 8 * i;
         uint4 word =
             load_shared(room + piece / 8 * BOX_BYTES + token * 128 + (piece % 8 ^ token % 8) * 16);
