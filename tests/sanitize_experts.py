@@ -1,4 +1,4 @@
-"""Calls of one kernel of experts in all its ways, for a tool of compute-sanitizer.
+"""Calls of one kernel of experts in all its configs, for a tool of compute-sanitizer.
 
 Nothing is compared, so that a tool's time goes to kernels: tests take ten times as long. Layers come out even
 or do not, experts have no slot, one, or many; the order of calls is drawn. Prints how many calls there were.
@@ -61,15 +61,15 @@ def main() -> int:
     parser.add_argument("algo")
     parser.add_argument("--compute", default="exact")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no call begins after them")
-    parser.add_argument("--way", type=int, help="this variant alone")
+    parser.add_argument("--config", type=int, help="this variant alone")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     asked = parser.parse_args()
     end = time.monotonic() + asked.seconds
     os.environ["MOQEXT_KERNEL"] = asked.kernel
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    rng, few = np.random.default_rng(asked.seed), asked.kernel.endswith("_few")
+    rng, decode = np.random.default_rng(asked.seed), asked.kernel.endswith("_decode")
     layers = prepare_layers(rng, asked.kernel, asked.algo, asked.compute)
-    configs = [(DECODE_TOKENS, DECODE_CONFIGS), (PREFILL_TOKENS, PREFILL_CONFIGS)][not few]
+    configs = [(DECODE_TOKENS, DECODE_CONFIGS), (PREFILL_TOKENS, PREFILL_CONFIGS)][not decode]
     variants = range(configs[1]) if asked.config is None else [asked.config]
     cases = list(itertools.product(layers, configs[0], variants))
     done = 0
