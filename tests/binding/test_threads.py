@@ -181,20 +181,40 @@ def references(works: list[Work]) -> list[int]:
     return [min(sys.getrefcount(thing), 2**31) for thing in things]
 
 
+def growth(works: list[Work], calls: int) -> tuple[int, int, int, int]:
+    """References, blocks of the interpreter, bytes of malloc and resident bytes that calls leave behind."""
+    before, blocks, bytes_before, resident_before = (
+        references(works),
+        sys.getallocatedblocks(),
+        allocated(),
+        resident(),
+    )
+    run_all(works, calls)
+    after = references(works)
+    return (
+        max(abs(new - old) for new, old in zip(after, before, strict=True)),
+        sys.getallocatedblocks() - blocks,
+        allocated() - bytes_before,
+        # The sanitizer keeps freed memory resident, to watch it.
+        0 if "asan" in os.environ.get("LD_PRELOAD", "") else resident() - resident_before,
+    )
+
+
+LIMITS = (20, 300, 1 << 17, 4 << 20)
+"""Growth that is no leak: each kind of call is made at least 500 times, so that one thing a call is more."""
+
+
 def check_for_leaks(rng: np.random.Generator, calls: int) -> None:
+    """A leak shows in every round; a table of the interpreter that grows once does not."""
     works = [Work(np.random.default_rng(seed)) for seed in rng.integers(2**32, size=THREADS)]
     for _ in range(2):  # arenas, caches and tables that are made once
         run_all(works, min(calls, 1000))
-    before = references(works)
-    blocks, bytes_before, resident_before = sys.getallocatedblocks(), allocated(), resident()
-    run_all(works, calls)
-    after = references(works)
-    # Each kind of call is made at least 500 times: one thing left behind by each of one kind is seen.
-    assert max(abs(new - old) for new, old in zip(after, before, strict=True)) < 20
-    assert sys.getallocatedblocks() - blocks < 300
-    assert allocated() - bytes_before < 1 << 17
-    if "asan" not in os.environ.get("LD_PRELOAD", ""):  # which keeps freed memory resident, to watch it
-        assert resident() - resident_before < 4 << 20
+    rounds = []
+    for _ in range(3):
+        rounds.append(growth(works, calls))
+        if all(grown < limit for grown, limit in zip(rounds[-1], LIMITS, strict=True)):
+            return
+    raise AssertionError(f"references, blocks, bytes and resident bytes grew by {rounds}")
 
 
 def test_threads_leave_nothing_behind(rng: np.random.Generator) -> None:
