@@ -182,12 +182,12 @@ static moq_status choose(const moq_plan *plan, int64_t m, moq_choice *choice, mo
     return MOQ_OK;
 }
 
-/* ---- choices that are remembered, a word each: m, the kernel's row, the way ---- */
+/* ---- choices that are remembered, a word each: m, the kernel's row, the config ---- */
 
 #define ROW_BITS    8
 #define CONFIG_BITS 24
 _Static_assert(MOQ_MAX_KERNELS <= 1 << ROW_BITS, "a word tells every row");
-_Static_assert(sizeof(moq_kernel_config) * 8 == CONFIG_BITS, "a word tells all of a way");
+_Static_assert(sizeof(moq_kernel_config) * 8 == CONFIG_BITS, "a word tells all of a config");
 
 static uint64_t to_word(int64_t m, moq_choice choice) {
     moq_kernel_config config = choice.config;

@@ -54,8 +54,8 @@ typedef struct {
     int32_t group_size;       /* columns that share a block scale; 0 where it does not apply */
 } moq_layer;
 
-/* A kernel, by its row in the operation's table, and the way in which it does calls of a number of
- * tokens. */
+/* A kernel, by its row in the operation's table, and the config in which it does calls of a number
+ * of tokens. */
 typedef struct {
     int32_t kernel;
     moq_kernel_config config;
@@ -105,13 +105,13 @@ struct moq_plan {
     uint8_t kernel[MOQ_MAX_KERNELS]; /* in the order of the table */
     int param_count;                 /* of the prepared form, which every call checks */
     moq_param_spec param[MOQ_MAX_LAYER_PARAMS];
-    /* Choices for m tokens, at m modulo their number: comparing all kernels, and the ways of one,
-     * takes longer than a call may cost the host. One word each, since several threads may ask; 0
-     * for none. */
+    /* Choices for m tokens, at m modulo their number: comparing all kernels, and the configs of
+     * one, takes longer than a call may cost the host. One word each, since several threads may
+     * ask; 0 for none. */
     _Atomic uint64_t remembered[MOQ_REMEMBERED];
     int tuned_count;
     struct {
-        int64_t bucket; /* moq_token_bucket, whose numbers have ways of their own */
+        int64_t bucket; /* moq_token_bucket, whose numbers have configs of their own */
         int32_t kernel;
         int32_t variant;
     } tuned[MOQ_MAX_TUNED];
@@ -122,9 +122,9 @@ struct moq_plan {
 moq_status moq_plan_make(const moq_operation *operation, const void *problem, const char *forced,
                          moq_plan *plan, moq_err *err);
 
-/* Picks the kernel that runs m tokens, and its way; for 0, which nothing runs, the kernel for 1,
- * without a way. MOQ_ERR_UNSUPPORTED with the reasons where no kernel of the plan can run as many,
- * as one that MOQEXT_KERNEL names may not. Threads may ask at once. */
+/* Picks the kernel that runs m tokens, and its config; for 0, which nothing runs, the kernel for 1,
+ * without a config. MOQ_ERR_UNSUPPORTED with the reasons where no kernel of the plan can run as
+ * many, as one that MOQEXT_KERNEL names may not. Threads may ask at once. */
 moq_status moq_plan_pick(moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err);
 
 /* The compute mode of the kernel that moq_plan_pick returns. */

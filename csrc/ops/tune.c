@@ -27,7 +27,7 @@
 
 typedef struct {
     int32_t kernel;
-    int32_t variant; /* 0 is the kernel's choice, whichever way that is */
+    int32_t variant; /* 0 is the kernel's own choice */
     moq_job *job;    /* owned */
     int calls;
     void *graph; /* CUDA: the recorded calls */

@@ -1,4 +1,4 @@
-/* The ways to process weights, and the functions that do it on each kind of device. */
+/* Modes of weight processing, and the functions that do it on each kind of device. */
 #ifndef MOQ_OPS_WEIGHT_MODE_H
 #define MOQ_OPS_WEIGHT_MODE_H
 
@@ -18,10 +18,10 @@ typedef struct {
 
 /* Weight processing of sources whose shapes were checked. */
 moq_status moq_prepare_on_cpu(const moq_weight *weight, const moq_weight_sources *sources,
-                              moq_prepare_mode way, moq_params *params, moq_err *err);
+                              moq_prepare_mode mode, moq_params *params, moq_err *err);
 /* Processes them on the current device, and waits until all is done. */
 moq_status moq_prepare_on_cuda(const moq_weight *weight, const moq_weight_sources *sources,
-                               moq_prepare_mode way, moq_params *params, moq_err *err);
+                               moq_prepare_mode mode, moq_params *params, moq_err *err);
 /* Bytes of the workspace of moq_prepare_on_cuda. */
 int64_t moq_prepare_workspace_on_cuda(const moq_weight *weight, bool fresh);
 

@@ -67,7 +67,7 @@ typedef struct {
     int columns, bytes; /* of a block of K of a slab */
     int units, blocks;  /* of a stage: slabs by blocks, or blocks of all slabs; the other is 0 */
     int alignment;      /* of the ring, beyond what shared memory has */
-    int whole;          /* a stage is of all blocks of a slice, or of one */
+    int whole;          /* a stage is of all blocks of a split, or of one */
     int flight;         /* stages of a fresh ring that are on their way at once */
     int split[8];       /* blocks that it may have, then 0 */
 } format;
@@ -112,7 +112,7 @@ static int stage_bytes(const moq_moe_spec *spec, const moq_moe_decode_half *h) {
     return (h->split ? split : h->slabs * stage_blocks(f, h->slabs)) * f->bytes;
 }
 
-/* Bytes of sums of all warps that meet in shared memory: those of some items with slices, else what
+/* Bytes of sums of all warps that meet in shared memory: those of some items with splits, else what
  * is left of one. */
 static int staged_bytes(const moq_moe_decode_half *h) {
     int items = h->split ? MOQ_MOE_DECODE_STAGED : 1;
@@ -175,7 +175,7 @@ static int64_t stages_of(const moq_moe_spec *spec, int64_t blocks, int slabs) {
 /* Blocks of a multiprocessor, where they are in no cluster. */
 #define BLOCKS 2
 
-/* The shortest slice of so many blocks or more that K has room for, or 0. */
+/* The shortest split of so many blocks or more that K has room for, or 0. */
 static int split_of_warp(const format *f, int64_t least, int64_t blocks) {
     for (int i = 0; f->split[i] && f->split[i] <= blocks; i++)
         if (f->split[i] >= least)
@@ -187,8 +187,8 @@ static int stages_of_split(const moq_moe_spec *spec, const moq_moe_decode_half *
     return format_of(spec)->whole ? 1 : h->split;
 }
 
-/* Which warps share K where each has a slice: two at least, those that have least to do that is not
- * there, and of these the most. False where a slice is too long for a warp. */
+/* Which warps share K where each has a split: two at least, those that have least to do that is not
+ * there, and of these the most. False where a split is too long for a warp. */
 static bool split_blocks(const moq_moe_spec *spec, int64_t columns, moq_moe_decode_half *h) {
     int64_t blocks = blocks_of(spec, columns), least = INT64_MAX;
     h->split = 0;
@@ -207,7 +207,7 @@ static bool split_blocks(const moq_moe_spec *spec, int64_t columns, moq_moe_deco
     return h->split > 0;
 }
 
-/* Stages of a warp where a block has so many items of slices. */
+/* Stages of a warp where a block has so many items of splits. */
 static int64_t stages_of_items(const moq_moe_decode_half *h, int64_t items) {
     return h->pieces * divide_up(items << h->log_splits, MOQ_MOE_DECODE_WARPS);
 }
@@ -248,7 +248,7 @@ static bool partition_cluster(const moq_moe_spec *spec, int64_t tokens, int clus
                      stages_of(spec, blocks, 2), h);
 }
 
-/* With slices, and a kernel behind it that adds up slots. */
+/* With splits, and a kernel behind it that adds up slots. */
 static bool partition_sums(const moq_moe_spec *spec, int64_t tokens, moq_moe_decode_half *h) {
     int64_t slots = slots_of(spec, tokens);
     h->slabs = 2;
@@ -284,9 +284,9 @@ static double expected_chunks(const moq_moe_spec *spec, int64_t tokens) {
     return fmax(1, spec->experts * expected_chunks_of_one(tokens, share));
 }
 
-/* ---- strips ---- */
+/* ---- fused tiles ---- */
 
-/* Blocks of K of a slice in the first product, or 0 where none has room. */
+/* Blocks of K of a split in the first product, or 0 where none has room. */
 static int fused_split(const moq_moe_spec *spec) {
 #define SPLIT(count) count,
     static const int splits[] = {MOQ_MOE_NVFP4_FUSED_SPLIT_K(SPLIT) 0};
@@ -299,7 +299,7 @@ static int fused_split(const moq_moe_spec *spec) {
     return 0;
 }
 
-/* Stages that are on their way at once at first, where a block has one strip. */
+/* Stages that are on their way at once at first, where a block has one fused tile. */
 #define FUSED_FLIGHT 4
 
 static int64_t fused_tiles_of(const moq_moe_spec *spec) {
@@ -339,7 +339,8 @@ static void fused_fp8_smem_layout(moq_moe_fused *s) {
     s->shared = used + FP8_FORMAT.alignment;
 }
 
-/* Blocks of a cluster, which have strips with one scale of g; 0 where a scale needs all of g. */
+/* Blocks of a cluster, which have fused tiles with one scale of g; 0 where a scale needs all of g.
+ */
 static int fused_fp8_cluster(const moq_moe_spec *spec) {
     if (spec->w2.in_features % MOQ_MOE_FUSED_COLUMNS)
         return 0;
@@ -348,7 +349,8 @@ static int fused_fp8_cluster(const moq_moe_spec *spec) {
     return spec->w2.input == MOQ_INPUT_E4M3_TENSOR;
 }
 
-/* Each slot is by itself, and its strips are spread over as many blocks as there are for it. */
+/* Each slot is by itself, and its fused tiles are spread over as many blocks as there are for it.
+ */
 static bool partition_fused_fp8(const moq_moe_spec *spec, int64_t tokens, moq_moe_fused *s) {
     const int warps = MOQ_MOE_FUSED_WARPS;
     int64_t slots = slots_of(spec, tokens);
@@ -409,14 +411,14 @@ static int64_t fused_workspace(const moq_moe_spec *spec, int64_t tokens, const m
 
 /* ---- the config ---- */
 
-/* Two kernels: whether the first has slices of K, and blocks of a cluster of the second, which has
- * slices where that is 0. */
+/* Two kernels: whether the first has splits of K, and blocks of a cluster of the second, which has
+ * splits where that is 0. */
 static const struct {
     bool splits;
     int cluster;
 } PRODUCTS[] = {{false, 0}, {true, 0}, {false, 1}, {false, 2}};
 _Static_assert(sizeof PRODUCTS / sizeof *PRODUCTS == MOQ_MOE_DECODE_FUSED,
-               "strips are behind them");
+               "fused tiles are behind them");
 
 static bool lay_out_config(const moq_moe_spec *spec, int64_t tokens, int config,
                            moq_moe_decode_share *share) {
@@ -489,8 +491,8 @@ static void count_products(const moq_moe_spec *spec, int64_t tokens,
     w->beside[2] = parted_bytes(&spec->w13, first) + parted_bytes(&spec->w2, second);
 }
 
-static void count_strips(const moq_moe_spec *spec, int64_t tokens, const moq_moe_fused *s,
-                         moq_load *w) {
+static void count_fused_tiles(const moq_moe_spec *spec, int64_t tokens, const moq_moe_fused *s,
+                              moq_load *w) {
     double chunks = expected_chunks(spec, tokens), tiles = (double)fused_tiles_of(spec);
     double bytes = up_bytes(spec, 1) + down_bytes(spec, 1);
     double each = fmax(1, ceil(chunks * tiles / spec->w2.target.sm_count));
@@ -508,7 +510,7 @@ static bool work(const moq_problem *p, int config, moq_load *w) {
         (share.up.split && !spec->gated && spec->w13.weight == MOQ_WEIGHT_E4M3_BLOCK))
         return false;
     if (config == MOQ_MOE_DECODE_FUSED)
-        count_strips(spec, p->tokens, &share.tiles, w);
+        count_fused_tiles(spec, p->tokens, &share.tiles, w);
     else
         count_products(spec, p->tokens, &share, w);
     w->beside[0] = moq_expected_slots(spec, p->tokens) * (double)spec->w2.out_features;

@@ -25,7 +25,7 @@ extern "C" {
 /* Items whose sums wait in shared memory at once, where warps share K. */
 #define MOQ_MOE_DECODE_STAGED 3
 
-/* Blocks of K that a slice of a warp may have (moe/sm90/decode/split_k.h): kernels are made for
+/* Blocks of K that a split of a warp may have (moe/sm90/decode/split_k.h): kernels are made for
  * them.
  */
 #define MOQ_MOE_NVFP4_DECODE_SPLIT_K(X) X(1) X(2) X(3) X(4) X(6) X(8)
@@ -50,7 +50,7 @@ extern "C" {
 #define MOQ_MOE_FP8_FUSED_STAGES     2
 #define MOQ_MOE_FP8_FUSED_PITCH      (2 * MOQ_MOE_FUSED_COLUMNS + 1)
 
-/* Configs: four of two kernels, and behind them strips. */
+/* Configs: four of two kernels, and behind them fused tiles. */
 #define MOQ_MOE_DECODE_FUSED 4
 
 /* Offsets of the tables in shared memory. */
@@ -62,9 +62,9 @@ typedef struct {
 /* Geometry of the up kernel or of the down kernel. */
 typedef struct {
     int grid, cluster; /* blocks, and blocks of a cluster, a power of two */
-    int slabs;         /* of a warp's stage, at most; of an item, where warps have slices */
+    int slabs;         /* of a warp's stage, at most; of an item, where warps have splits */
     int stages;        /* of a warp */
-    int split;         /* blocks of K of a warp, where warps have slices, or 0; the second kernel
+    int split;         /* blocks of K of a warp, where warps have splits, or 0; the second kernel
                         * leaves d then, for a third that adds up slots */
     int log_splits;    /* warps that share K so */
     int pieces;        /* stages of an item */
@@ -77,14 +77,14 @@ typedef struct {
     moq_moe_decode_tables tables;
 } moq_moe_decode_half;
 
-/* The kernel of strips, and the sum behind it. */
+/* The kernel of fused tiles, and the sum behind it. */
 typedef struct {
-    int grid;   /* blocks; 0: the call has no strips */
-    bool alone; /* one token, whose slots are chunks, with a block for each of their strips */
+    int grid;   /* blocks; 0: the call has no fused tiles */
+    bool alone; /* one token, whose slots are chunks, with a block for each of their fused tiles */
     int split, stages, shared;
     int flight;       /* stages of a fresh ring that are on their way at once */
-    int fused_stages; /* of the block in a strip */
-    bool by_slots;    /* the sum: slots have many parts, as a block has few strips of an expert */
+    int fused_stages; /* of the block in a fused tile */
+    bool by_slots; /* the sum: slots have many parts, as a block has few fused tiles of an expert */
     int staged_at, g_at, weights_at;
     /* FP8: column tiles of a block, which are of one slot, blocks of a slot and of a cluster,
      * stages of a tile behind which W2 is asked for, and where its columns are. */
