@@ -34,34 +34,6 @@ ROOT = Path(__file__).parent.parent
 TIMES = ROOT / "benchmarks" / "times"
 HEADER = ROOT / "csrc" / "cuda" / "choice" / "rates.h"
 
-LINEARS = {
-    "simt": "SIMT",
-    "sm80_fp8": "MMA_FP8_AS_F16",
-    "sm89_fp8": "MMA_FP8_AS_E4M3",
-    "sm80_nvfp4": "MMA_NVFP4",
-    "sm90_fp8_decode": "FP8_FEW",
-    "sm90_fp8_prefill": "FP8_MANY",
-    "sm90_nvfp4_decode": "NVFP4_FEW",
-    "sm90_nvfp4_medium": "NVFP4_SOME",
-    "sm90_nvfp4_prefill": "NVFP4_MANY",
-    "sm90_nvfp4_fp8_medium": "NVFP4_FP8_SOME",
-    "sm90_nvfp4_fp8_prefill": "NVFP4_FP8_MANY",
-    "cublaslt": "CUBLASLT",
-}
-EXPERTS = {
-    "simt": "MOE_SIMT",
-    "sm80_fp8": "MOE_MMA_FP8_AS_F16",
-    "sm89_fp8": "MOE_MMA_FP8_AS_E4M3",
-    "sm80_nvfp4": "MOE_MMA_NVFP4",
-    "sm80_nvfp4_fp8": "MOE_MMA_NVFP4_FOLDED",
-    "sm90_fp8_decode": "MOE_FP8_FEW",
-    "sm90_nvfp4_decode": "MOE_NVFP4_FEW",
-    "sm90_fp8_prefill": "MOE_FP8_MANY",
-    "sm90_nvfp4_prefill": "MOE_NVFP4_MANY",
-    "sm90_nvfp4_fp8_prefill": "MOE_NVFP4_FP8_MANY",
-}
-"""Tables of rates in C, by kernel."""
-
 NEAR, FAR = 0.3, 0.05
 """How much slower than the fastest a config is whose time has half of the weight, and the least weight."""
 
@@ -281,10 +253,9 @@ class Fit:
 
     def _places(self, cell: Cell, times: Mapping[Config, float]) -> Iterator[tuple[Config, Place]]:
         """Every config that was measured."""
-        tables = EXPERTS if cell.where in MODELS else LINEARS
         best = min(times.values())
         for kernel, number, row, counts, _ in cell.plan.configs(cell.tokens):
-            table, config = tables[kernel.removeprefix("cuda:")], Config(kernel, number)
+            table, config = table_of(cell, kernel), Config(kernel, number)
             if config in times:
                 own, near = self.rows[table, row], (times[config] / best - 1) / NEAR
                 own.terms.append(terms_of(counts, cell.plan.memory))
@@ -337,6 +308,11 @@ class Fit:
         return loss
 
 
+def table_of(cell: Cell, kernel: str) -> str:
+    """The name of a kernel's rates, which is that of its row in csrc/cuda/choice/families.h."""
+    return ("MOE_" if cell.where in MODELS else "") + kernel.removeprefix("cuda:").upper()
+
+
 # ---- the header ----
 
 
@@ -350,7 +326,7 @@ def header(fit: Fit) -> str:
         "",
         "/* clang-format off */",
     ]
-    for table in (*LINEARS.values(), *EXPERTS.values()):
+    for table in sorted({table for table, _ in fit.rows}):
         count = 1 + max((row for name, row in fit.rows if name == table), default=0)
         rows = [line_of(fit.rows.get((table, row))) for row in range(count)]
         lines += [f"#define MOQ_RATES_{table} \\", ", \\\n".join(rows)]

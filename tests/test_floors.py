@@ -154,15 +154,28 @@ def test_rooms_of_cuda_use_the_rooms_below():
 
 
 def test_choices_are_made_without_cuda():
-    """csrc/cuda/choice is plain C in every build: no kernel, no header of CUDA, none that includes one."""
-    files = [path for path in CUDA_FILES if room_of(path.relative_to(CSRC)) == "choice"]
-    assert {path.suffix for path in files} == {".c", ".h"}
+    """Choices and rows of kernels are plain C in every build: no header of CUDA, none that includes one."""
+    choice = [path for path in CUDA_FILES if room_of(path.relative_to(CSRC)) == "choice"]
+    assert {path.suffix for path in choice} == {".c", ".h"}
+    rows = [path for path in CUDA_FILES if path.suffix == ".c" and path.name != "absent.c"]
+    headers = {CSRC / header for path in rows for header in includes(path) if header.startswith("cuda/")}
 
     def of_other_places(path):
+        beside = f"{path.relative_to(CSRC).parent}/"
         own = [header for bracket, header in INCLUDE.findall(read(path)) if bracket == '"']
-        return [header for header in own if not header.startswith(("core/", "cuda/choice/"))]
+        return [header for header in own if not header.startswith(("core/", "cuda/choice/", beside))]
 
-    assert offenders(files, of_other_places) == {}
+    assert offenders({*choice, *rows, *headers}, of_other_places) == {}
+
+
+def test_every_kernel_is_listed_once():
+    """A row that choice/families.h does not name would be dead, and no compiler says so."""
+    listed = re.findall(r"^    X\((\w+)\)", read(CSRC / "cuda/choice/families.h"), re.MULTILINE)
+    rows = [path for path in CUDA_FILES if path.suffix == ".c"]
+    text = "\n".join(read(path) for path in rows)
+    plain = re.findall(r"^const moq_(?:linear|moe)_kernel MOQ_(?:LINEAR|MOE)_(\w+) =", text, re.MULTILINE)
+    made = re.findall(r"^FAMILY\((\w+),", text, re.MULTILINE)
+    assert sorted(listed) == sorted([*plain, *made])
 
 
 SEARCH = re.compile(r"\bmoq_(?:find|try|choose)_config\b|\bmoq_configs?_\w+\b")
@@ -175,7 +188,7 @@ def searches(text):
     return SEARCH.findall(text) + [header for _, header in INCLUDE.findall(text) if header in CHOICES]
 
 
-CHOICES = ("cuda/choice/choice.h", "cuda/choice/search.h", "cuda/choice/rates.h")
+CHOICES = ("cuda/choice/family.h", "cuda/choice/search.h", "cuda/choice/rates.h")
 
 
 def test_searches_are_seen():
@@ -199,14 +212,14 @@ def test_names_of_searches_are_those_of_the_choice():
 def test_kernels_are_handed_their_config():
     """Found by the plan, it was looked for twice more in each call: for the workspace, and for the launch."""
     files = [path for path in CUDA_FILES if room_of(path.relative_to(CSRC)) != "choice"]
-    assert offenders([path for path in files if path.name != "absent.c"], lambda p: searches(read(p))) == {}
+    assert offenders([path for path in files if path.suffix != ".c"], lambda p: searches(read(p))) == {}
 
 
 KERNEL_FILES = [  # what nvcc alone compiles of kernels; their other headers are C, with names of moq_
     path
     for path in CUDA_FILES
     if room_of(path.relative_to(CSRC)) in {"device", "tensor", "linear"}
-    and not (path.suffix == ".h" and "__cplusplus" in read(path))
+    and not (path.suffix == ".c" or (path.suffix == ".h" and "__cplusplus" in read(path)))
 ]
 
 

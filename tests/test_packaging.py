@@ -269,7 +269,7 @@ def compiled(result):
 def test_every_cuda_build_has_cublaslt_without_its_header(tree, tmp_path, fakes):
     sources = compiled(build(tree, tmp_path, **fakes))
     assert {path for path in sources if "cublaslt" in path and "binding" not in path} == {
-        "csrc/cuda/choice/choice_cublaslt.c",
+        "csrc/cuda/linear/linear_cublaslt.c",
         "csrc/cuda/runtime/cublaslt.cu",
         "csrc/cuda/runtime/cublaslt_matmul.cu",
         "csrc/cuda/linear/linear_cublaslt.cu",

@@ -38,8 +38,8 @@ static moq_plan *plan_of(PyObject *self) {
     return &((moq_plan_object *)self)->plan;
 }
 
-static PyObject *name_of(moq_kernel_name kernel) {
-    return PyUnicode_FromFormat("%s:%s", kernel.family, kernel.name);
+static PyObject *name_of(const moq_kernel *kernel) {
+    return PyUnicode_FromFormat("%s:%s", kernel->family, kernel->name);
 }
 
 /* Steals `row`; 0, or -1 with an exception where there is none. */
@@ -59,7 +59,7 @@ static PyObject *finish(PyObject *list, int status) {
 int moq_append_kernels(const moq_operation *operation, PyObject *list) {
     int status = 0;
     for (int i = 0; i < operation->kernel_count && status == 0; i++)
-        status = append(list, name_of(operation->name(i)));
+        status = append(list, name_of(operation->kernels[i]));
     return status;
 }
 
@@ -145,7 +145,7 @@ static PyObject *backend(PyObject *self, PyObject *tokens) {
     moq_choice choice;
     if (pick(self, tokens, 0, &choice) < 0)
         return NULL;
-    return name_of(plan_of(self)->operation->name(choice.kernel));
+    return name_of(plan_of(self)->operation->kernels[choice.kernel]);
 }
 
 static PyObject *compute_for(PyObject *self, PyObject *tokens) {
@@ -174,8 +174,8 @@ static PyObject *config(PyObject *self, PyObject *const *values, Py_ssize_t narg
     int scaled = v[1] ? PyObject_IsTrue(v[1]) : 1;
     if (scaled < 0)
         return NULL;
-    PyObject *name = name_of(plan->operation->name(choice.kernel));
-    const moq_configs *family = plan->operation->family(choice.kernel);
+    PyObject *name = name_of(plan->operation->kernels[choice.kernel]);
+    const moq_configs *family = plan->operation->kernels[choice.kernel]->configs;
     int blocks = moq_tiling_blocks(scaled ? choice.config.tiling : choice.config.dynamic_tiling);
     int config = family ? moq_config_of(family, choice.config, scaled) : 0;
     moq_problem p = moq_plan_problem(plan, m);
@@ -190,11 +190,11 @@ static PyObject *config(PyObject *self, PyObject *const *values, Py_ssize_t narg
 /* (kernel, config, row of rates, counts, seconds) of a config, or None where it cannot be. */
 static PyObject *describe_config(const moq_plan *plan, int kernel, const moq_problem *p,
                                  int config) {
-    const moq_configs *family = plan->operation->family(kernel);
+    const moq_configs *family = plan->operation->kernels[kernel]->configs;
     moq_load w = {.rates = config};
     if (!family->work(p, config, &w))
         return Py_NewRef(Py_None);
-    PyObject *name = name_of(plan->operation->name(kernel));
+    PyObject *name = name_of(plan->operation->kernels[kernel]);
     return name ? Py_BuildValue("(Nii(ddddddd)d)", name, config, w.rates, w.bytes, w.inside[0],
                                 w.inside[1], w.inside[2], w.beside[0], w.beside[1], w.beside[2],
                                 moq_try_config(family, p, config).seconds)
@@ -202,7 +202,7 @@ static PyObject *describe_config(const moq_plan *plan, int kernel, const moq_pro
 }
 
 static int append_configs(PyObject *list, const moq_plan *plan, int kernel, const moq_problem *p) {
-    int configs = plan->operation->family(kernel)->configs, status = 0;
+    int configs = plan->operation->kernels[kernel]->configs->configs, status = 0;
     for (int i = 0; i < configs && status == 0; i++) {
         PyObject *row = describe_config(plan, kernel, p, i);
         status = row && row != Py_None ? PyList_Append(list, row) : row ? 0 : -1;
@@ -222,7 +222,7 @@ static PyObject *configs(PyObject *self, PyObject *tokens) {
     PyObject *list = PyList_New(0);
     int status = list ? 0 : -1;
     for (int i = 0; i < plan->count && status == 0; i++)
-        if (plan->operation->family(plan->kernel[i]) &&
+        if (plan->operation->kernels[plan->kernel[i]]->configs &&
             moq_plan_can_run(plan, plan->kernel[i], m, reason))
             status = append_configs(list, plan, plan->kernel[i], &p);
     return finish(list, status);
@@ -242,8 +242,7 @@ static PyObject *estimates(PyObject *self, PyObject *tokens) {
         int kernel = plan->kernel[i];
         if (!moq_plan_can_run(plan, kernel, m, reason))
             continue;
-        moq_kernel_name named = operation->name(kernel);
-        PyObject *name = PyUnicode_FromFormat("%s:%s", named.family, named.name);
+        PyObject *name = name_of(operation->kernels[kernel]);
         PyObject *row =
             name ? Py_BuildValue("(Nid)", name, (int)moq_plan_config(plan, kernel, m, 0).variant,
                                  moq_plan_cost(plan, kernel, m))
@@ -275,7 +274,7 @@ static PyObject *explain(PyObject *self, PyObject *const *values, Py_ssize_t nar
     for (int i = 0; i < plan->operation->kernel_count && status == 0; i++) {
         char reason[MOQ_REASON_SIZE];
         bool can = moq_plan_can_run(plan, i, m, reason);
-        PyObject *name = name_of(plan->operation->name(i));
+        PyObject *name = name_of(plan->operation->kernels[i]);
         status = append(list, name ? Py_BuildValue("(Nz)", name, can ? NULL : reason) : NULL);
     }
     return finish(list, status);
@@ -288,10 +287,10 @@ static PyObject *notes(PyObject *self, PyObject *unused) {
     int status = list ? 0 : -1;
     (void)unused;
     for (int i = 0; i < operation->kernel_count && status == 0; i++) {
-        moq_kernel_name kernel = operation->name(i);
-        PyObject *name = kernel.note ? name_of(kernel) : NULL;
-        if (kernel.note)
-            status = append(list, name ? Py_BuildValue("(Ns)", name, kernel.note) : NULL);
+        const moq_kernel *kernel = operation->kernels[i];
+        PyObject *name = kernel->note ? name_of(kernel) : NULL;
+        if (kernel->note)
+            status = append(list, name ? Py_BuildValue("(Ns)", name, kernel->note) : NULL);
     }
     return finish(list, status);
 }
@@ -304,7 +303,7 @@ static PyObject *describe_timings(const moq_operation *operation, const moq_timi
     PyObject *list = PyList_New(0);
     int status = list ? 0 : -1;
     for (int i = 0; i < count && status == 0; i++) {
-        PyObject *name = name_of(operation->name(timings[i].kernel));
+        PyObject *name = name_of(operation->kernels[timings[i].kernel]);
         status = append(
             list, name ? Py_BuildValue("(Nid)", name, (int)timings[i].variant, timings[i].seconds)
                        : NULL);

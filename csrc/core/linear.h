@@ -109,7 +109,7 @@ typedef struct {
     const float *fold_scale;   /* [N] where moq_linear_folds, else NULL */
     const float *input_scale;  /* [partitions], or NULL: dynamic */
     /* [K]: x is first round(x * pre_quant_scale), float32 rounded to its dtype. NULL: it is not, or
-     * that was done before; others than kernels that smooth (ops/linear_kernels.h) get NULL. */
+     * that was done before; others than kernels that smooth (core/kernel.h) get NULL. */
     const float *pre_quant_scale;
     const void *bias; /* [N] of bias_dtype, or NULL */
     moq_dtype bias_dtype;
@@ -119,7 +119,7 @@ typedef struct {
     void *workspace; /* of the bytes that the kernel's row of the plan table asks for, or NULL */
 } moq_linear_call;
 
-/* The form of the call's way. */
+/* The tiling of the call's config. */
 static inline uint8_t moq_tiling_of(const moq_linear_call *call) {
     return call->input_scale ? call->config.tiling : call->config.dynamic_tiling;
 }

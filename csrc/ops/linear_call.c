@@ -77,7 +77,7 @@ static moq_status run(moq_job *job, moq_err *err) {
 
 /* Finds the matrices and what the job works in: first the kernel's part, then copies. */
 static void place(moq_linear_job *j) {
-    const float *smoothing = j->kernel->smooths ? NULL : j->call.pre_quant_scale;
+    const float *smoothing = j->kernel->kernel.smooths ? NULL : j->call.pre_quant_scale;
     if (smoothing)
         j->call.pre_quant_scale = NULL;
     moq_matrix_open_input(&j->x, j->call.x, smoothing);

@@ -7,14 +7,22 @@
 #include <stdio.h>
 #include <string.h>
 
-static bool is_named(moq_kernel_name kernel, const char *text) {
-    size_t family = strlen(kernel.family);
-    return strncmp(text, kernel.family, family) == 0 && text[family] == ':' &&
-           strcmp(text + family + 1, kernel.name) == 0;
+static bool is_named(const moq_kernel *kernel, const char *text) {
+    size_t family = strlen(kernel->family);
+    return strncmp(text, kernel->family, family) == 0 && text[family] == ':' &&
+           strcmp(text + family + 1, kernel->name) == 0;
+}
+
+static const moq_kernel *kernel_of(const moq_plan *plan, int kernel) {
+    return plan->operation->kernels[kernel];
 }
 
 bool moq_plan_can_run(const moq_plan *plan, int kernel, int64_t m, char *reason) {
-    return plan->operation->can_run(plan->problem, kernel, m, reason, MOQ_REASON_SIZE);
+    const moq_kernel *row = kernel_of(plan, kernel);
+    if (!plan->layer.quantized_input || row->takes_codes)
+        return plan->operation->can_run(plan->problem, row, m, reason, MOQ_REASON_SIZE);
+    snprintf(reason, MOQ_REASON_SIZE, "quantizes x itself, the layer gets codes");
+    return false;
 }
 
 /* ---- collecting the kernels ---- */
@@ -24,9 +32,9 @@ static moq_status refuse_name(const moq_operation *operation, const char *forced
     char names[640] = "";
     size_t used = 0;
     for (int i = 0; i < operation->kernel_count && used < sizeof names; i++) {
-        moq_kernel_name kernel = operation->name(i);
+        const moq_kernel *kernel = operation->kernels[i];
         used += (size_t)snprintf(names + used, sizeof names - used, "%s%s:%s", i ? ", " : "",
-                                 kernel.family, kernel.name);
+                                 kernel->family, kernel->name);
     }
     return moq_fail_of(err, MOQ_ERR_VALUE, "MOQEXT_KERNEL",
                        "no kernel named \"%.64s\"; there are %s", forced, names);
@@ -39,7 +47,7 @@ static void add_kernel(moq_plan *plan, int kernel) {
 static moq_status force(moq_plan *plan, const char *forced, moq_err *err) {
     char reason[MOQ_REASON_SIZE];
     int kernel = 0, count = plan->operation->kernel_count;
-    while (kernel < count && !is_named(plan->operation->name(kernel), forced))
+    while (kernel < count && !is_named(kernel_of(plan, kernel), forced))
         kernel++;
     if (kernel == count)
         return refuse_name(plan->operation, forced, err);
@@ -52,17 +60,17 @@ static moq_status force(moq_plan *plan, const char *forced, moq_err *err) {
 }
 
 /* True if a kernel is of a family for the device. */
-static bool is_for(moq_kernel_name kernel, moq_device device) {
-    return (strcmp(kernel.family, "cpu") == 0) == (device.kind == MOQ_CPU);
+static bool is_for(const moq_kernel *kernel, moq_device device) {
+    return (strcmp(kernel->family, "cpu") == 0) == (device.kind == MOQ_CPU);
 }
 
 /* Appends "family:name reason" for a kernel that cannot run m tokens. */
 static void add_reason(const moq_plan *plan, int kernel, int64_t m, char *reasons, size_t size) {
     char reason[MOQ_REASON_SIZE];
-    moq_kernel_name name = plan->operation->name(kernel);
+    const moq_kernel *row = kernel_of(plan, kernel);
     size_t used = strlen(reasons);
     moq_plan_can_run(plan, kernel, m, reason);
-    snprintf(reasons + used, size - used, "%s%s:%s %s", used ? "; " : "", name.family, name.name,
+    snprintf(reasons + used, size - used, "%s%s:%s %s", used ? "; " : "", row->family, row->name,
              reason);
 }
 
@@ -72,7 +80,7 @@ static moq_status refuse(const moq_plan *plan, moq_err *err) {
     const char *missing = plan->layer.target->missing;
     char text[160], reasons[832] = "";
     for (int i = 0; i < operation->kernel_count; i++)
-        if (is_for(operation->name(i), plan->layer.device))
+        if (is_for(operation->kernels[i], plan->layer.device))
             add_reason(plan, i, MOQ_ANY_TOKENS, reasons, sizeof reasons);
     return moq_fail(err, MOQ_ERR_UNSUPPORTED, "no kernel can run %s: %s",
                     operation->text(plan->problem, text, sizeof text),
@@ -94,7 +102,7 @@ moq_status moq_plan_make(const moq_operation *operation, const void *problem, co
     memset(plan, 0, sizeof *plan);
     plan->operation = operation;
     plan->problem = problem;
-    plan->layer = operation->layer(problem);
+    plan->layer = moq_describe_layer(problem);
     plan->param_count = operation->prepared_params(problem, plan->param);
     return collect(plan, forced, err);
 }
@@ -106,16 +114,16 @@ moq_problem moq_plan_problem(const moq_plan *plan, int64_t m) {
 }
 
 double moq_plan_cost(const moq_plan *plan, int kernel, int64_t m) {
-    const moq_configs *family = plan->operation->family(kernel);
+    const moq_configs *configs = kernel_of(plan, kernel)->configs;
     moq_problem p = moq_plan_problem(plan, m);
-    return family ? moq_find_config(family, &p).seconds
-                  : plan->operation->cost(plan->problem, kernel, m);
+    return configs ? moq_find_config(configs, &p).seconds
+                   : plan->operation->cost(plan->problem, kernel_of(plan, kernel), m);
 }
 
 moq_kernel_config moq_plan_config(const moq_plan *plan, int kernel, int64_t m, int32_t variant) {
-    const moq_configs *family = plan->operation->family(kernel);
+    const moq_configs *configs = kernel_of(plan, kernel)->configs;
     moq_problem p = moq_plan_problem(plan, m);
-    return family ? moq_choose_config(family, &p, variant) : moq_kernel_config_of(0, 0, 1);
+    return configs ? moq_choose_config(configs, &p, variant) : moq_kernel_config_of(0, 0, 1);
 }
 
 /* Says why no kernel of the plan can run m tokens. */
@@ -133,8 +141,8 @@ static moq_status refuse_tokens(const moq_plan *plan, int64_t m, moq_err *err) {
 
 /* Whether kernels made for the device are preferred. */
 static bool is_replaced(const moq_plan *plan, int kernel) {
-    const moq_configs *family = plan->operation->family(kernel);
-    return family && family->any_chip && plan->layer.target->capability == 90;
+    const moq_configs *configs = kernel_of(plan, kernel)->configs;
+    return configs && configs->any_chip && plan->layer.target->capability == 90;
 }
 
 static moq_status find_cheapest(const moq_plan *plan, int64_t m, int32_t *kernel, moq_err *err) {
@@ -231,10 +239,17 @@ static void forget(moq_plan *plan, int64_t bucket) {
     }
 }
 
+/* The compute mode of a call: with "auto" the kernel's, elsewhere the layer's. */
+static moq_compute compute_of(const moq_layer *layer, const moq_kernel *kernel) {
+    if (layer->compute != MOQ_COMPUTE_AUTO)
+        return layer->compute;
+    return layer->has_choice && kernel->folds ? MOQ_COMPUTE_FP8 : MOQ_COMPUTE_EXACT;
+}
+
 moq_status moq_plan_pick_compute(moq_plan *plan, int64_t m, moq_compute *compute, moq_err *err) {
     moq_choice choice;
     MOQ_TRY(moq_plan_pick(plan, m, &choice, err));
-    *compute = plan->operation->compute(plan->problem, choice.kernel);
+    *compute = compute_of(&plan->layer, kernel_of(plan, choice.kernel));
     return MOQ_OK;
 }
 
@@ -249,7 +264,7 @@ bool moq_plan_can_keep(const moq_plan *plan, int kernel, int64_t m) {
 /* The row of a kernel of the plan by its name, that can run all of m's bucket; -1 for none. */
 static int find_kept(const moq_plan *plan, int64_t m, const char *kernel) {
     for (int i = 0; i < plan->count; i++)
-        if (is_named(plan->operation->name(plan->kernel[i]), kernel) &&
+        if (is_named(kernel_of(plan, plan->kernel[i]), kernel) &&
             moq_plan_can_keep(plan, plan->kernel[i], m))
             return plan->kernel[i];
     return -1;

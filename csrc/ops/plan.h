@@ -1,9 +1,10 @@
 /* The choice of the kernel that runs a problem: the rules, which are the same for every operation
  * and know none.
  *
- * An operation (a linear; experts) has a table of kernels and a problem of its own type. Here a
- * kernel is the number of its row in that table and the problem a pointer; moq_operation asks the
- * operation what there is to know of either. The files of the floor on this plan:
+ * An operation (a linear; experts) has a table of kernels (core/kernel.h) and a problem of its own
+ * type, whose first member is a moq_linear_spec. Here a kernel is the number of its row in that
+ * table and the problem a pointer; moq_operation asks the operation what else there is to know. The
+ * files of the floor on this plan:
  *
  *   plan              the choice: who can run, who is forced, cheapest, remembered, tuned
  *   tune              candidates timed, for a choice that is measured instead of estimated
@@ -11,7 +12,7 @@
  *                     device current, streams in order
  *   params            the prepared tensors that every call checks
  *   linear_call       the operation linear: a call checked and launched by the three above
- *   linear_kernels    its table of kernels, each with a predicate and an estimate
+ *   linear_kernels    its table of kernels
  *   linear_tune       what timing a linear takes: random x, copies of the weight
  *   moe_call, moe_kernels, moe_tune    experts in the same three files
  *   weight_prepare    the weight processing of every operation
@@ -25,35 +26,15 @@
 #ifndef MOQ_OPS_PLAN_H
 #define MOQ_OPS_PLAN_H
 
-#include "core/linear.h"
+#include "core/kernel.h"
 #include "cuda/choice/search.h"
+#include "ops/layer.h"
 #include "ops/params.h"
 
 /* Rows that a table may have. */
 #define MOQ_MAX_KERNELS 32
 /* Bytes in which a kernel says why it cannot run. */
 #define MOQ_REASON_SIZE 256
-/* Asks a predicate for a number of tokens that suits the kernel, whichever that is. */
-#define MOQ_ANY_TOKENS 0
-
-/* The name of a kernel: "cuda:simt" is the kernel simt of the family cuda. */
-typedef struct {
-    const char *family;
-    const char *name;
-    const char *note; /* what explain() says beside the name, or NULL */
-} moq_kernel_name;
-
-/* The facts of any problem that the rules and the path of a call need. */
-typedef struct {
-    const char *algo;     /* canonical name of the algorithm */
-    moq_dtype dtype;      /* of the activations, in and out, */
-    moq_dtype x_dtype;    /* but for what comes in as this, */
-    const char *x_scheme; /* codes that this scheme of ops/quantize.h makes */
-    moq_device device;
-    const moq_target *target; /* the problem's */
-    int32_t group_size;       /* columns that share a block scale; 0 where it does not apply */
-} moq_layer;
-
 /* A kernel, by its row in the operation's table, and the config in which it does calls of a number
  * of tokens. */
 typedef struct {
@@ -66,19 +47,15 @@ typedef struct moq_timing moq_timing;
 typedef struct moq_plan moq_plan;
 
 /* The questions that an operation answers to the rules. `problem` is of the type that the operation
- * planned for, `kernel` a row of its table, m a number of tokens. */
+ * planned for, m a number of tokens. */
 typedef struct {
+    const moq_kernel *const *kernels;
     int kernel_count;
-    moq_kernel_name (*name)(int kernel);
     /* Writes the reason and returns false where the kernel cannot run m tokens. */
-    bool (*can_run)(const void *problem, int kernel, int64_t m, char *reason, size_t size);
-    /* The configs of a kernel, or NULL for one of the CPU, which has one config. */
-    const moq_configs *(*family)(int kernel);
+    bool (*can_run)(const void *problem, const moq_kernel *kernel, int64_t m, char *reason,
+                    size_t size);
     /* Estimated seconds of m tokens that a kernel of the CPU can run; only their order matters. */
-    double (*cost)(const void *problem, int kernel, int64_t m);
-    /* The compute mode of the kernel. */
-    moq_compute (*compute)(const void *problem, int kernel);
-    moq_layer (*layer)(const void *problem);
+    double (*cost)(const void *problem, const moq_kernel *kernel, int64_t m);
     /* The problem in a few words, for messages. */
     const char *(*text)(const void *problem, char *buffer, size_t size);
     /* The tensors of the checkpoint and of the prepared form; the count, at most

@@ -11,6 +11,9 @@
 
 #define MOQ_NVFP4_BYTES 0.5625 /* of a packed weight with its share of a block scale */
 
+/* Experts of a layer at most, whose slots are sorted by counts in the shared memory of a block. */
+#define MOQ_CUDA_MOE_EXPERTS 1024
+
 #define BLOCK_SHARED                                                                               \
     232448 /* bytes of shared memory that a block of compute capability 9.0 may have */
 

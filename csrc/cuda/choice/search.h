@@ -11,7 +11,7 @@
 #ifndef MOQ_CUDA_CHOICE_SEARCH_H
 #define MOQ_CUDA_CHOICE_SEARCH_H
 
-#include "core/linear.h"
+#include "core/kernel.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -45,7 +45,7 @@ typedef struct {
     bool scaled; /* the call brings the scale of x */
 } moq_problem;
 
-typedef struct {
+struct moq_configs {
     int configs;
     bool by_scale; /* a call that brings no scale of x may need another config */
     bool library;  /* variants are a library's algorithms, each in the config of the bucket */
@@ -53,7 +53,7 @@ typedef struct {
     const moq_rates *rates;
     /* Counts a call in a config; false where it cannot be done so. */
     bool (*work)(const moq_problem *p, int config, moq_load *work);
-} moq_configs;
+};
 
 typedef struct {
     int config, blocks;

@@ -15,9 +15,9 @@
  * memory: rows stored in the order of slots, each in a line of its own, take a multiprocessor as
  * long as all else together. Up to 512 slots go to one block, as an exchange between blocks takes a
  * microsecond. */
+#include "cuda/choice/grid.h"
 #include "cuda/cuda.h"
 #include "cuda/device/ptx.h"
-#include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/group.h"
 #include "cuda/runtime/launch.h"
 

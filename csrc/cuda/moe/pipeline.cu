@@ -11,6 +11,7 @@
  * A long input is cut into chunks of tokens whose workspace fits MEMORY bytes. Tiles are chosen for
  * the whole call, so that no bit of y depends on the cut. Workspace: the groups and g for all
  * steps; x and u share their memory with d, which is written after both have been read. */
+#include "cuda/choice/grid.h"
 #include "cuda/moe/pipeline.h"
 
 #include "core/invariant.h"

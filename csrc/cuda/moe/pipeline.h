@@ -3,8 +3,8 @@
 #ifndef MOQ_CUDA_MOE_PIPELINE_H
 #define MOQ_CUDA_MOE_PIPELINE_H
 
+#include "core/moe.h"
 #include "cuda/device/load.h"
-#include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/group.h"
 
 namespace moq::moe {
@@ -113,7 +113,7 @@ typedef struct {
 moq_status run_experts(const moq_moe_call *call, const expert_kernels *kernels, moq_err *err);
 int64_t experts_workspace(const moq_moe_call *call, const expert_kernels *kernels);
 
-/* Defines the two entries of a family that cuda_moe.h declares. */
+/* Defines the two entries of a family that its row names. */
 #define MOQ_EXPERTS_ENTRY(name, kernels)                                                           \
     extern "C" moq_status moq_cuda_moe_##name(const moq_moe_call *call, moq_err *err) {            \
         return moq::moe::run_experts(call, &kernels, err);                                         \

@@ -2,7 +2,7 @@
  * loaded.
  *
  * No header of the library is needed to build (cublaslt_abi.h), so every build with CUDA can use
- * it. A build without CUDA has the same functions (absent.c), which fail with that reason. */
+ * it. A build without CUDA has the function too (absent.c), which fails with that reason. */
 #ifndef MOQ_CUDA_RUNTIME_CUBLASLT_H
 #define MOQ_CUDA_RUNTIME_CUBLASLT_H
 

@@ -28,11 +28,10 @@
  *
  * Measurements (H200, in a graph): docs/lab/fp8-decode.md. */
 #include "core/invariant.h"
-#include "cuda/choice/fp8_decode.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
 #include "cuda/device/wgmma.h"
-#include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/fp8_decode_config.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 

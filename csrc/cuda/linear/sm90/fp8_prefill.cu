@@ -18,8 +18,7 @@
  * tensor cores; with many the gaps between a warpgroup's products and between tiles, and the clock
  * that power allows. */
 #include "core/invariant.h"
-#include "cuda/choice/fp8_prefill.h"
-#include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/fp8_prefill_config.h"
 #include "cuda/linear/sm90/fp8_prefill_mainloop.h"
 #include "cuda/linear/sm90/gemm_epilogue.h"
 #include "cuda/linear/sm90/gemm_pipeline.h"
@@ -631,7 +630,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
 
 /* ---- shapes ---- */
 
-/* Kernels and sizes of a shape of tiles (choice/fp8_prefill.h). */
+/* Kernels and sizes of a shape of tiles (fp8_prefill_config.h). */
 typedef struct {
     int threads, stage;
     const void *kernel[2]; /* one scale a token or less; by groups */

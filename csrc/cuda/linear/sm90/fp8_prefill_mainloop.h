@@ -12,10 +12,10 @@
 #ifndef MOQ_CUDA_LINEAR_SM90_FP8_PREFILL_MAINLOOP_H
 #define MOQ_CUDA_LINEAR_SM90_FP8_PREFILL_MAINLOOP_H
 
-#include "cuda/choice/fp8_prefill.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
 #include "cuda/device/wgmma.h"
+#include "cuda/linear/sm90/fp8_prefill_config.h"
 #include "cuda/linear/sm90/gemm_epilogue.h"
 #include "cuda/linear/sm90/gemm_pipeline.h"
 #include "cuda/linear/sm90/gemm_scheduler.h"

@@ -36,11 +36,10 @@
  *
  * Measurements (H200, in a graph): docs/lab/nvfp4-decode.md. */
 #include "core/nvfp4_packed.h"
-#include "cuda/choice/nvfp4_decode.h"
 #include "cuda/device/load.h"
 #include "cuda/device/nvfp4_products.h"
 #include "cuda/device/ptx.h"
-#include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/nvfp4_decode_config.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 

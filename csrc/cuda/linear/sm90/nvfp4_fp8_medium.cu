@@ -10,7 +10,6 @@
  * What bounds it (H200, docs/lab/nvfp4-fp8.md): folding, 140 cycles of a scheduler for 16 rows by
  * 64 columns, half of them conversions to e4m3, and twice that while the tensor cores are busy. */
 #include "cuda/device/nvfp4_fold.h"
-#include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/sm90/nvfp4_medium.h"
 #include "cuda/tensor/cuda_quantize.h"
 

@@ -12,10 +12,9 @@
  * as long as their products with 256 tokens take the tensor cores. With tokens enough, pairs of
  * blocks have the same weights and each folds half of them for both. */
 #include "core/invariant.h"
-#include "cuda/choice/nvfp4_fp8.h"
 #include "cuda/device/nvfp4_fold.h"
 #include "cuda/device/wgmma.h"
-#include "cuda/linear/cuda_linear.h"
+#include "cuda/linear/sm90/nvfp4_fp8_prefill_config.h"
 #include "cuda/linear/sm90/nvfp4_prefill.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
@@ -405,7 +404,7 @@ static __global__ void __launch_bounds__(CONSUMERS + S::folders + COPIERS, 1)
 
 /* ---- shapes ---- */
 
-/* Kernels and sizes of a shape of tiles (choice/nvfp4_fp8.h). */
+/* Kernels and sizes of a shape of tiles (nvfp4_fp8_prefill_config.h). */
 typedef struct {
     int threads;
     int stage;                /* bytes of tokens and operands, */

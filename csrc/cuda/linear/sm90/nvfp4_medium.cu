@@ -18,15 +18,14 @@
  * tensor cores, which share the register file with decoding; and the L2, also for x, which every
  * tile of rows reads again. */
 #include "core/invariant.h"
-#include "cuda/choice/nvfp4_medium.h"
-#include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/sm90/nvfp4_medium.h"
+#include "cuda/linear/sm90/nvfp4_medium_config.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 
 namespace moq::nvfp4_medium {
 
-/* ---- launch, exact or with FP8 products, of the config that was chosen (choice/nvfp4_medium.h)
+/* ---- launch, exact or with FP8 products, of the config that was chosen (nvfp4_medium_config.h)
  * ---- */
 
 static_assert(BARRIERS == MOQ_NVFP4_MEDIUM_BARRIERS, "as the choice counts them");

@@ -14,13 +14,13 @@
 #define MOQ_CUDA_LINEAR_SM90_NVFP4_MEDIUM_H
 
 #include "core/nvfp4_packed.h"
-#include "cuda/choice/nvfp4_medium.h"
 #include "cuda/device/nvfp4_decode.h"
 #include "cuda/device/ptx.h"
 #include "cuda/device/wgmma.h"
 #include "cuda/linear/sm90/gemm_epilogue.h"
 #include "cuda/linear/sm90/gemm_pipeline.h"
 #include "cuda/linear/sm90/gemm_scheduler.h"
+#include "cuda/linear/sm90/nvfp4_medium_config.h"
 
 namespace moq::nvfp4_medium {
 

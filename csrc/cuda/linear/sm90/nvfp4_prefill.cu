@@ -11,9 +11,8 @@
  * step of 256 tokens is 1024 cycles of products; its 8192 weights take 17 instructions for 8, a
  * seventh of what can be issued meanwhile. */
 #include "core/invariant.h"
-#include "cuda/choice/nvfp4_prefill.h"
-#include "cuda/linear/cuda_linear.h"
 #include "cuda/linear/sm90/nvfp4_prefill.h"
+#include "cuda/linear/sm90/nvfp4_prefill_config.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/tensor_map.h"
 
@@ -142,7 +141,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- shapes ---- */
 
-/* Kernels and sizes of a shape of tiles (choice/nvfp4_prefill.h). */
+/* Kernels and sizes of a shape of tiles (nvfp4_prefill_config.h). */
 typedef struct {
     int token_bytes, weight_bytes;
     int epilogue;             /* bytes of static shared memory */

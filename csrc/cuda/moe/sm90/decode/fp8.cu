@@ -23,7 +23,6 @@
  * first meet in shared memory, once a tile. Boxes of 64 bytes are slow.
  *
  * Bound: the weights of experts that have a slot. Measured: docs/lab/experts-decode.md. */
-#include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/sm90/decode/fused.h"
 #include "cuda/moe/sm90/decode/split_k.h"
 #include "cuda/runtime/tensor_map.h"
@@ -832,7 +831,7 @@ static moq_status launch_fused_fp8(const moq_moe_call *call, const moq_moe_fused
 }
 
 /* Returns the kernel for the K range of a warp, one of MOQ_MOE_FP8_DECODE_SPLIT_K
- * (moe_decode.h). */
+ * (decode.h). */
 template <moq_dtype DT, moq_input_mode MODE, int BLOCKS>
 static const void *split_k_kernel(const moq_moe_decode_half *h, bool up) {
     if (!up)

@@ -12,7 +12,6 @@
  * of an H200 brings one in 17 (docs/lab/nvfp4-decode.md). Measured: docs/lab/experts-decode.md. */
 #include "core/nvfp4_packed.h"
 #include "cuda/device/nvfp4_products.h"
-#include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/sm90/decode/fused.h"
 #include "cuda/moe/sm90/decode/split_k.h"
 
@@ -309,7 +308,7 @@ template <int BLOCKS, moq_nvfp4_type TYPE> struct nvfp4_fused : nvfp4_split_k<1,
 };
 
 /* Returns the kernel for the K range of a warp, one of MOQ_MOE_NVFP4_FUSED_SPLIT_K
- * (moe_decode.h). */
+ * (decode.h). */
 template <moq_nvfp4_type TYPE, bool ALONE> static const void *fused_kernel(int split) {
 #define BLOCKS(count)                                                                              \
     if (split == count)                                                                            \
@@ -340,7 +339,7 @@ static moq_status launch_fused_nvfp4(const moq_moe_call *call, const moq_moe_fus
 }
 
 /* Returns the kernel for the K range of a warp, one of MOQ_MOE_NVFP4_DECODE_SPLIT_K
- * (moe_decode.h). */
+ * (decode.h). */
 template <moq_nvfp4_type TYPE, int BLOCKS>
 static const void *split_k_kernel(const moq_moe_decode_half *h, bool up) {
     if (!up)

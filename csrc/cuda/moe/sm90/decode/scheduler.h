@@ -8,10 +8,10 @@
 #ifndef MOQ_CUDA_MOE_SM90_DECODE_SCHEDULER_H
 #define MOQ_CUDA_MOE_SM90_DECODE_SCHEDULER_H
 
-#include "cuda/choice/moe_decode.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
 #include "cuda/moe/group.h"
+#include "cuda/moe/sm90/decode/decode.h"
 
 namespace moq::moe_decode {
 

@@ -34,12 +34,12 @@
  * (acquire), and all of that before the copies, which are of another proxy (fence.proxy.async, by
  * the thread that looks and copies). Copies of rows behind the tile's, and of their scales, may
  * bring anything: they go to columns of products that are never written. */
-#include "cuda/choice/moe_prefill.h"
 #include "cuda/linear/sm90/fp8_prefill_mainloop.h"
 #include "cuda/moe/sm90/prefill/fp8_epilogue.h"
 #include "cuda/moe/sm90/prefill/fp8_mainloop.h"
 #include "cuda/moe/sm90/prefill/gemm.h"
 #include "cuda/moe/sm90/prefill/prefill.h"
+#include "cuda/moe/sm90/prefill/prefill_config.h"
 
 namespace moq::moe_prefill {
 
@@ -326,7 +326,7 @@ static moq_status multiply_fp8(const moe::expert_product *p, moq_err *err) {
  * (docs/lab/experts-prefill.md). */
 static moe::row_tiling tiling_of(const moq_moe_call *call, double) {
     bool groups = fp8_format(&call->spec->w13) == moe::ROWS_GROUP;
-    int rows = moq_moe_prefill_tile_rows(call->spec, call->config);
+    int rows = moq_moe_fp8_tile_rows(call->spec, moq_tiling_row(call->config.tiling));
     return {rows, groups ? MOQ_MOE_PREFILL_ALIGN : 1, rows > 64 && !groups};
 }
 

@@ -28,11 +28,11 @@
  * evenly tiles come out; with many rows the tensor cores, 1152 cycles of products a step of 128
  * rows by 288, and L2, which delivers 36 bytes a cycle and multiprocessor to such tiles. Between,
  * in tiles of 256 rows by up to 128, both, as they slow each other. */
-#include "cuda/choice/moe_prefill.h"
 #include "cuda/linear/sm90/nvfp4_prefill.h"
 #include "cuda/moe/sm90/prefill/gemm.h"
 #include "cuda/moe/sm90/prefill/nvfp4_epilogue.h"
 #include "cuda/moe/sm90/prefill/prefill.h"
+#include "cuda/moe/sm90/prefill/prefill_config.h"
 
 namespace moq::moe_prefill {
 
@@ -779,7 +779,7 @@ static unit_variant variant_of_tile(int rows, bool deep) {
 template <nvfp4_prefill::operand_type TYPE>
 static unit_variant variant_for(const moe::expert_product *p) {
     int rows = p->tile_rows;
-    bool deep = moq_moe_prefill_deep(p->call->spec, p->call->config);
+    bool deep = moq_moe_nvfp4_is_deep(moq_tiling_row(p->call->config.tiling));
     product_use use = use_of(p);
     return use == OF_D     ? variant_of_tile<TYPE, OF_D>(rows, deep)
            : use == OF_ONE ? variant_of_tile<TYPE, OF_ONE>(rows, deep)
@@ -826,7 +826,8 @@ static moe::row_format format_of(const moq_linear_spec *) {
 }
 
 static moe::row_tiling tiling_of(const moq_moe_call *call, double) {
-    return {moq_moe_prefill_tile_rows(call->spec, call->config), MOQ_MOE_PREFILL_ROWS_OF_D, false};
+    return {moq_moe_nvfp4_tile_rows(moq_tiling_row(call->config.tiling)), MOQ_MOE_PREFILL_ROWS_OF_D,
+            false};
 }
 
 /* Loads x. Small tiles gather their rows; large ones would wait for them

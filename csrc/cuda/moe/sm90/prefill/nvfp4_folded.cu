@@ -22,12 +22,12 @@
  * those that promote, and with all copies and barriers it is some 2270. The epilogue of a tile
  * takes 6000 (g) to 9000 (d in float32). With few rows folding takes 700 cycles a step, and memory
  * as much. */
-#include "cuda/choice/moe_folded.h"
 #include "cuda/device/nvfp4_fold.h"
 #include "cuda/device/wgmma.h"
 #include "cuda/linear/sm90/nvfp4_prefill.h"
 #include "cuda/moe/sm90/prefill/gemm.h"
 #include "cuda/moe/sm90/prefill/prefill.h"
+#include "cuda/moe/sm90/prefill/prefill_config.h"
 
 namespace moq::moe_prefill {
 

@@ -1,0 +1,148 @@
+/* Conditions that the predicates of several families share: see family.h. */
+#include "cuda/choice/family.h"
+
+#include "cuda/choice/grid.h"
+
+#include <stdio.h>
+
+/* Columns of NVFP4 weights that are multiplied as FP8 codes. */
+#define FOLDED_COLUMNS (1 << 16)
+
+/* ---- devices ---- */
+
+bool moq_is_on_cuda(const moq_linear_spec *spec, char *reason, size_t size) {
+    char device[32];
+    if (spec->device.kind != MOQ_CUDA)
+        snprintf(reason, size, "runs on a CUDA device, the layer is on %s",
+                 moq_device_text(spec->device, device, sizeof device));
+    else if (spec->target.missing[0])
+        snprintf(reason, size, "%s", spec->target.missing);
+    else
+        return true;
+    return false;
+}
+
+bool moq_has_capability(const moq_linear_spec *spec, int least, char *reason, size_t size) {
+    int capability = (int)spec->target.capability;
+    if (!moq_is_on_cuda(spec, reason, size))
+        return false;
+    if (capability >= least)
+        return true;
+    snprintf(reason, size, "needs compute capability %d.%d or later, this device has %d.%d",
+             least / 10, least % 10, capability / 10, capability % 10);
+    return false;
+}
+
+bool moq_is_on_sm90(const moq_linear_spec *spec, char *reason, size_t size) {
+    int capability = (int)spec->target.capability;
+    if (!moq_is_on_cuda(spec, reason, size))
+        return false;
+    if (capability == 90)
+        return true;
+    snprintf(reason, size, "needs compute capability 9.0, this device has %d.%d", capability / 10,
+             capability % 10);
+    return false;
+}
+
+/* ---- sizes ---- */
+
+bool moq_takes_tokens(int64_t m, int64_t most, char *reason, size_t size) {
+    if (m <= most)
+        return true;
+    snprintf(reason, size, "needs at most %lld tokens, got %lld", (long long)most, (long long)m);
+    return false;
+}
+
+bool moq_has_int_rows(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (spec->out_features <= INT32_MAX)
+        return true;
+    snprintf(reason, size, "needs fewer than 2^31 rows of the weight, got %lld",
+             (long long)spec->out_features);
+    return false;
+}
+
+bool moq_is_multiple_of_16(const char *what, int64_t size_of, char *reason, size_t size) {
+    if (size_of % 16 == 0)
+        return true;
+    snprintf(reason, size, "needs %s to be a multiple of 16, got %lld", what, (long long)size_of);
+    return false;
+}
+
+/* ---- layers ---- */
+
+bool moq_is_fp8(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (spec->weight == MOQ_WEIGHT_E4M3_ROW || spec->weight == MOQ_WEIGHT_E4M3_BLOCK)
+        return true;
+    snprintf(reason, size, "multiplies FP8 weights, %s with compute %s has others", spec->algo,
+             moq_compute_name(spec->compute));
+    return false;
+}
+
+bool moq_suits_fp8_cores(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!moq_is_fp8(spec, reason, size))
+        return false;
+    if (spec->dtype != MOQ_DT_F32)
+        return true;
+    snprintf(reason, size, "sums to about 1e-4, float32 outputs ask for 1e-5");
+    return false;
+}
+
+/* True for packed NVFP4 whose x is not quantized, or need not be. */
+static bool is_exact_nvfp4(const moq_linear_spec *spec, char *reason, size_t size) {
+    bool packed = spec->weight == MOQ_WEIGHT_E2M1_PACKED;
+    if (packed && (spec->input == MOQ_INPUT_AS_IS || moq_linear_has_choice(spec)))
+        return true;
+    if (packed && spec->compute != MOQ_COMPUTE_FP8) {
+        snprintf(reason, size, "multiplies x as it is, %s quantizes it", spec->algo);
+        return false;
+    }
+    snprintf(reason, size, "multiplies NVFP4 weights exactly, %s with compute %s asks for another",
+             spec->algo, moq_compute_name(spec->compute));
+    return false;
+}
+
+bool moq_suits_16_bits(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!is_exact_nvfp4(spec, reason, size) || !moq_has_int_rows(spec, reason, size))
+        return false;
+    if (spec->dtype != MOQ_DT_F32)
+        return true;
+    snprintf(reason, size, "multiplies 16-bit activations, the layer has float32");
+    return false;
+}
+
+bool moq_suits_folding(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!moq_is_on_sm90(spec, reason, size) || !moq_has_int_rows(spec, reason, size))
+        return false;
+    if (!moq_linear_folds(spec))
+        snprintf(reason, size,
+                 "multiplies NVFP4 weights with compute fp8, %s with compute %s is "
+                 "another layer",
+                 spec->algo, moq_compute_name(spec->compute));
+    else if (spec->dtype == MOQ_DT_F32)
+        snprintf(reason, size, "sums to about 1e-4, float32 outputs ask for 1e-5");
+    else if (spec->in_features > FOLDED_COLUMNS)
+        snprintf(reason, size, "needs at most %d in_features, got %lld", FOLDED_COLUMNS,
+                 (long long)spec->in_features);
+    else if (spec->input != MOQ_INPUT_E4M3_TOKEN)
+        snprintf(reason, size, "quantizes x by token");
+    else
+        return true;
+    return false;
+}
+
+/* ---- experts ---- */
+
+bool moq_has_few_experts(const moq_moe_spec *spec, char *reason, size_t size) {
+    if (spec->experts <= MOQ_CUDA_MOE_EXPERTS)
+        return true;
+    snprintf(reason, size, "needs at most %d experts, got %d", MOQ_CUDA_MOE_EXPERTS,
+             (int)spec->experts);
+    return false;
+}
+
+bool moq_runs_as_linears(const moq_linear_kernel *kernel, const moq_moe_spec *spec, char *reason,
+                         size_t size) {
+    return kernel->can_run(&spec->w13, MOQ_ANY_TOKENS, reason, size) &&
+           kernel->can_run(&spec->w2, MOQ_ANY_TOKENS, reason, size) &&
+           moq_has_few_experts(spec, reason, size);
+}

@@ -1,0 +1,43 @@
+/* How a linear is handed to cuBLASLt (linear_cublaslt.cu): facts of a layer that the estimate, the
+ * predicate and the launcher go by. */
+#ifndef MOQ_CUDA_LINEAR_LINEAR_CUBLASLT_H
+#define MOQ_CUDA_LINEAR_LINEAR_CUBLASLT_H
+
+#include "core/linear.h"
+
+/* Whether x is quantized by one scale that several fused layers share. */
+static inline bool moq_cublaslt_shares_scale(const moq_linear_spec *spec) {
+    return spec->input == MOQ_INPUT_E4M3_TENSOR && spec->partition_count > 1 &&
+           spec->one_input_scale;
+}
+
+/* Whether the library multiplies with vectors of scales. */
+static inline bool moq_cublaslt_has_vectors(const moq_linear_spec *spec) {
+    return spec->target.capability == 90;
+}
+
+/* Rows of packed NVFP4 weights (moq_linear_folds) that are FP8 codes in the workspace at a time:
+ * 128 MB of codes at most. */
+static inline int64_t moq_cublaslt_folded_rows(const moq_linear_spec *spec) {
+    const int64_t most = 128 << 20, n = spec->out_features;
+    int64_t splits = (n * spec->in_features + most - 1) / most;
+    int64_t rows = ((n + splits - 1) / splits + 255) / 256 * 256;
+    return rows < n ? rows : n;
+}
+
+/* Whether the library multiplies partition by partition: where each partition has a scale of its
+ * own for all of x, or begins a block of scales where a fused matrix would not. Partitions are then
+ * multiples of 16 rows. */
+static inline bool moq_cublaslt_by_partition(const moq_linear_spec *spec) {
+    if (spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
+        return spec->partition_count > 1;
+    if (spec->weight != MOQ_WEIGHT_E4M3_BLOCK)
+        return spec->input == MOQ_INPUT_E4M3_TENSOR && spec->partition_count > 1 &&
+               !spec->one_input_scale;
+    for (int i = 0; i + 1 < spec->partition_count; i++)
+        if (spec->partition[i] % 128 != 0)
+            return true;
+    return false;
+}
+
+#endif

@@ -1,0 +1,38 @@
+/* Ways to do the NVFP4 GEMM of many tokens of Hopper (nvfp4_prefill.cu): its shapes of tiles,
+ * and how a call is shared out in tiles of a shape. */
+#ifndef MOQ_CUDA_LINEAR_SM90_NVFP4_PREFILL_CONFIG_H
+#define MOQ_CUDA_LINEAR_SM90_NVFP4_PREFILL_CONFIG_H
+
+#include "core/linear.h"
+#include "cuda/choice/grid.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MOQ_NVFP4_PREFILL_ROWS  128 /* of W, of a block */
+#define MOQ_NVFP4_PREFILL_CHUNK 32  /* tokens whose outputs leave at a time */
+
+/* The shapes of tiles: X(tokens, what two blocks share). */
+#define MOQ_NVFP4_PREFILL_SHAPES(X) X(256, MOQ_SHARE_TOKENS) X(256, MOQ_ALONE)
+
+typedef struct {
+    int tokens, blocks; /* of a tile; that share its tokens */
+} moq_nvfp4_prefill_shape;
+
+/* How a call is done. Workers are blocks or pairs of them, or clusters. */
+typedef struct {
+    const moq_nvfp4_prefill_shape *shape;
+    int index; /* of the shape */
+    int64_t row_tiles, columns, workers;
+    int64_t tail_tiles; /* tiles that are shared evenly */
+    int splits;         /* of K, or 0 */
+} moq_nvfp4_prefill_config;
+
+/* Expands the call's config. */
+moq_nvfp4_prefill_config moq_nvfp4_prefill_expand_config(const moq_linear_call *call);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
