@@ -1,6 +1,6 @@
 /* NVFP4 prefill kernels on Hopper, exact (nvfp4_prefill.cu), with FP8 products
- * (nvfp4_fp8_prefill.cu) and of experts: tile, schedule, token copies, exact mainloop, split-K and
- * epilogue.
+ * (nvfp4_fp8_prefill.cu) and of experts: tile, schedule, token copies, exact mainloop, partial sums
+ * and epilogue.
  *
  * W gives the 64 rows of wgmma, from registers, where packed codes (core/nvfp4_packed.h) become
  * operands; tokens give its columns. A tile is 128 rows of W by T tokens. A step is 128 bytes of a
@@ -46,7 +46,6 @@ typedef struct {
     bool apart;     /* tiles of different rows begin with different steps */
     int tail_tiles; /* tiles of the stream-K tail */
     stream_k_tail tail;
-    int splits;      /* split-K: blocks of a cluster that split a tile's K, or 0 */
     float4 *handed;  /* partial sums of blocks */
     uint64_t *ready; /* flags of the warpgroups that have stored theirs */
     const uint8_t *weight;
@@ -74,19 +73,17 @@ template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
     static constexpr int slabs = share_weights ? SLABS / 2 : SLABS; /* slabs that a block copies */
     static constexpr int token_bytes = T * 128, slab_bytes = units * MOQ_PACK_BYTES;
     static constexpr int weight_bytes = slabs * slab_bytes;
-    /* Threads that fold weights into e4m3, twice as many where that is faster
-     * (docs/lab/nvfp4-fp8.md), and registers of consumers and of folding threads. */
-    static constexpr bool twice = T < 128 || (T == 128 && SHARE == MOQ_ALONE);
-    static constexpr int folders = twice ? 256 : 128;
+    /* Threads that fold weights into e4m3, and registers of consumers and of folding threads. */
+    static constexpr int folders = 128;
     static constexpr bool full = T == 256 && !fast; /* registers are full of sums */
-    static constexpr int registers = twice ? 144 : full ? 224 : 216;
-    static constexpr int folder_registers = twice ? 64 : full ? 40 : 56;
+    static constexpr int registers = full ? 224 : 216;
+    static constexpr int folder_registers = full ? 40 : 56;
     /* Chunks of outputs that a warpgroup can stage: all of a tile, but two for a single block with
      * 256 tokens, whose stages leave less room; two are faster than four or six
      * (docs/lab/nvfp4-fp8.md). */
     static constexpr int rooms = quantized && T == 256 && !pair ? 2 : T / CHUNK;
     /* Token halves that are multiplied one after the other, and promoted sums of one. */
-    static constexpr int splits_of_tokens = T == 256 || (T == 128 && twice) ? 2 : 1;
+    static constexpr int splits_of_tokens = T == 256 ? 2 : 1;
     static constexpr int sums = T / 2 / splits_of_tokens;
 };
 
@@ -109,18 +106,6 @@ static __device__ __forceinline__ packed_unit load_unit(uint32_t unit) {
 }
 
 /* ---- the schedule ---- */
-
-/* Returns the schedule that a block begins with. Whether the blocks of a cluster split K is known
- * at run time here, unlike in gemm_scheduler.h. */
-template <class S> static __device__ __forceinline__ work begin(const gemm_args *a) {
-    int blocks = S::pair ? 2 : 1, tiles = a->row_tiles * a->columns;
-    if (a->splits > 1) {
-        int tile = (int)blockIdx.x / (blocks * a->splits), split = (int)rank_in_cluster() / blocks;
-        return {tile, tiles, tile + 1, a->steps * split / a->splits,
-                a->steps * (split + 1) / a->splits};
-    }
-    return work_of<S>(a, (int)blockIdx.x / blocks, (int)gridDim.x / blocks, tiles - a->tail_tiles);
-}
 
 /* Returns the step of a tile that a block copies first, the same for both blocks of a pair. Tiles
  * are staggered only with few tokens. */
@@ -145,7 +130,7 @@ produce_tokens(const gemm_args *a, const producer_pipeline *p, const CUtensorMap
     uint64_t keep = policy_evict_normal();
     prefetch_map(map);
     wait_for_predecessor();
-    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         int token = place_of<S>(a, w.number, p->rank).token;
         int step = first_step_of<S>(a, &w);
         for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
@@ -155,8 +140,7 @@ produce_tokens(const gemm_args *a, const producer_pipeline *p, const CUtensorMap
             mbarrier_expect(full, S::token_bytes);
             if (S::share_tokens) {
                 int half = p->rank * (S::T / 2);
-                copy_box_2d_to(to + half * 128, map, step * 128, token + half, full, keep,
-                               (uint16_t)(3 << (rank_in_cluster() & ~1u)));
+                copy_box_2d_to(to + half * 128, map, step * 128, token + half, full, keep, 3);
             } else {
                 copy_box_2d(to, map, step * 128, token, full, keep);
             }
@@ -224,7 +208,7 @@ static __device__ __forceinline__ void await(const consumer_pipeline *t,
 template <class S>
 static __device__ __forceinline__ void release(const consumer_pipeline *t,
                                                const pipeline_state *slot) {
-    warp_releases<S::pair>(t->empty + 8u * slot->index, S::pair ? rank_in_cluster() & ~1u : 0);
+    warp_releases<S::pair>(t->empty + 8u * slot->index);
 }
 
 /* Waits for a stage and decodes its unit. */
@@ -295,44 +279,25 @@ static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int 
     release<S>(t, &before);
 }
 
-/* ---- partial sums of tiles whose K several blocks share, exchanged through the L2: sent from
- * block to block of a cluster they take as long (docs/lab/nvfp4-prefill.md)
- *
- * Split-K: the blocks of a cluster have a split each; every block stores the sums that it does not
- * own and adds the others' to those it owns. Stream-K: a block may have the first steps of a tile
- * and a later one the last, which adds all of the tile's sums. Partial sums are
- * [blocks][warpgroups][eights of tokens][threads], always added in one order. ---- */
+/* ---- stream-K tail: a block may have the first steps of a tile and a later one the last, which
+ * adds all of the tile's sums. Partial sums are exchanged through the L2 as
+ * [blocks][warpgroups][eights of tokens][threads], always added in one order ---- */
 
 template <class S>
 static __device__ __forceinline__ float4 *sums_of(const gemm_args *a, int block, int group) {
     return a->handed + (int64_t)(block * 2 + group) * (S::T / 8 * 128) + threadIdx.x % 128;
 }
 
-/* Stores all sums but those that the block owns. */
+/* Adds another block's sums. */
 template <class S>
-static __device__ __forceinline__ void hand_over(float4 *to, const float (&sum)[S::T / 2],
-                                                 chunks own) {
-#pragma unroll
-    for (int j = 0; j < S::T / 8; j++)
-        if (j * 8 / CHUNK < own.first || j * 8 / CHUNK >= own.end)
-            __stcg(to + j * 128,
-                   make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
-}
-
-/* Adds another block's sums to those that this one owns. */
-template <class S>
-static __device__ __forceinline__ void add(const float4 *from, float (&sum)[S::T / 2], chunks own) {
+static __device__ __forceinline__ void add(const float4 *from, float (&sum)[S::T / 2]) {
     constexpr int AT_ONCE = 16;
 #pragma unroll
     for (int first = 0; first < S::T / 8; first += AT_ONCE) {
         float4 other[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            int chunk = (first + i) * 8 / CHUNK;
-            other[i] = make_float4(0, 0, 0, 0);
-            if (chunk >= own.first && chunk < own.end)
-                other[i] = __ldcg(from + (first + i) * 128);
-        }
+        for (int i = 0; i < AT_ONCE; i++)
+            other[i] = __ldcg(from + (first + i) * 128);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             int j = first + i;
@@ -344,30 +309,6 @@ static __device__ __forceinline__ void add(const float4 *from, float (&sum)[S::T
     }
 }
 
-/* ---- split-K ---- */
-
-/* Returns the chunks of tokens that a split adds up. */
-template <class S> static __device__ __forceinline__ chunks chunks_of(int split, int splits) {
-    constexpr int ALL = S::T / CHUNK;
-    return {(split * ALL + splits - 1) / splits, ((split + 1) * ALL + splits - 1) / splits};
-}
-
-template <class S>
-static __device__ __forceinline__ chunks add_splits(const gemm_args *a, int group,
-                                                    float (&sum)[S::T / 2]) {
-    int blocks = S::pair ? 2 : 1, rank = (int)rank_in_cluster(), split = rank / blocks;
-    chunks own = chunks_of<S>(split, a->splits);
-    hand_over<S>(sums_of<S>(a, (int)blockIdx.x, group), sum, own);
-    cluster_sync();
-    int first = (int)blockIdx.x - split * blocks;
-    for (int other = 0; other < a->splits; other++)
-        if (other != split)
-            add<S>(sums_of<S>(a, first + other * blocks, group), sum, own);
-    return own;
-}
-
-/* ---- stream-K tail ---- */
-
 static __device__ __forceinline__ uint64_t *flag_of(const gemm_args *a, int block, int group) {
     return a->ready + block * 2 + group;
 }
@@ -377,13 +318,17 @@ static __device__ __forceinline__ uint64_t *flag_of(const gemm_args *a, int bloc
 template <class S>
 static __device__ __forceinline__ void store_partial_sums(const gemm_args *a, int group,
                                                           const float (&sum)[S::T / 2]) {
-    hand_over<S>(sums_of<S>(a, (int)blockIdx.x, group), sum, {0, 0});
+    float4 *to = sums_of<S>(a, (int)blockIdx.x, group);
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j++)
+        __stcg(to + j * 128,
+               make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
     barrier_arrive(4 + group, 128 + 32);
 }
 
 /* Announces a block's partial sums when they are stored, in a warp of its own. */
 template <class S> static __device__ __forceinline__ void announce(const gemm_args *a, int group) {
-    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         if (w.end == a->steps)
             continue;
         barrier_sync(4 + group, 128 + 32);
@@ -402,7 +347,7 @@ static __device__ __forceinline__ void add_partial_sums(const gemm_args *a, cons
         await_sums(flag_of(a, (int)blockIdx.x - (i + 1) * blocks, group));
     barrier_sync(2 + group, 128);
     for (int i = 1; i <= others; i++)
-        add<S>(sums_of<S>(a, (int)blockIdx.x - i * blocks, group), sum, {0, S::T / CHUNK});
+        add<S>(sums_of<S>(a, (int)blockIdx.x - i * blocks, group), sum);
 }
 
 /* ---- epilogue: outputs are staged in shared memory and leave by bulk tensor stores under the
@@ -471,7 +416,8 @@ static __device__ __forceinline__ void store_staged(const gemm_args *a, uint32_t
 template <class S>
 static __device__ __forceinline__ void write_boxes(const gemm_args *a, const output_path *path,
                                                    const tile_scales<S> *b, const tile_place *at,
-                                                   int group, const float *sum, chunks part) {
+                                                   int group, const float *sum) {
+    static_assert(S::T % (TOGETHER * CHUNK) == 0, "all chunks leave together with others");
     int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
     int row = at->row + group * 64, own = warp * 16 + lane / 4;
     float factor[2], bias[2];
@@ -487,8 +433,6 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const out
     }
 #pragma unroll
     for (int chunk = 0; chunk < S::T / CHUNK; chunk++) {
-        if (chunk < part.first || chunk >= part.end)
-            continue;
         if (chunk >= S::rooms && chunk % TOGETHER == 0) {
             if (thread == 0)
                 store_boxes_wait(); /* earlier chunks of this tile have left */
@@ -497,9 +441,9 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const out
         stage_outputs<S>(a, path->room + chunk % S::rooms * TURN_BYTES,
                          b->x + S::quantized * chunk * CHUNK, sum + chunk * (CHUNK / 2), factor,
                          bias);
-        if ((chunk + 1) % TOGETHER != 0 && chunk + 1 != part.end)
+        if ((chunk + 1) % TOGETHER != 0)
             continue;
-        chunks some = {max(chunk - chunk % TOGETHER, part.first), chunk + 1};
+        chunks some = {chunk - chunk % TOGETHER, chunk + 1};
         uint32_t room =
             path->room - chunk / S::rooms * (S::rooms * TURN_BYTES); /* room of the first chunk */
         fence_async_proxy();
