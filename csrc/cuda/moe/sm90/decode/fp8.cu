@@ -837,8 +837,10 @@ template <moq_dtype DT, moq_input_mode MODE, int BLOCKS>
 static const void *split_k_kernel(const moq_moe_decode_half *h, bool up) {
     if (!up)
         return (const void *)moe_decode_down_split_k<fp8_split_k<2, BLOCKS, DT, MODE>>;
-    return h->slabs == 2 ? (const void *)moe_decode_up_split_k<fp8_split_k<2, BLOCKS, DT, MODE>>
-                         : (const void *)moe_decode_up_split_k<fp8_split_k<1, BLOCKS, DT, MODE>>;
+    if constexpr (MODE != MOQ_INPUT_E4M3_GROUP) /* no config splits K of them without a gate */
+        if (h->slabs == 1)
+            return (const void *)moe_decode_up_split_k<fp8_split_k<1, BLOCKS, DT, MODE>>;
+    return (const void *)moe_decode_up_split_k<fp8_split_k<2, BLOCKS, DT, MODE>>;
 }
 
 template <moq_dtype DT, moq_input_mode MODE>
@@ -851,8 +853,7 @@ static const void *kernel_with(const moq_moe_decode_half *h, bool up) {
     if (up)
         return h->slabs == 2 ? (const void *)moe_decode_up<fp8<2, DT, MODE>>
                              : (const void *)moe_decode_up<fp8<1, DT, MODE>>;
-    return h->slabs == 2 ? (const void *)moe_decode_down<fp8<2, DT, MODE>>
-                         : (const void *)moe_decode_down<fp8<1, DT, MODE>>;
+    return (const void *)moe_decode_down<fp8<2, DT, MODE>>;
 }
 
 template <moq_dtype DT>

@@ -158,14 +158,7 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     static __device__ __forceinline__ void
     multiply_block(const places &at, uint32_t unit, const uint4 *x, float (&sum)[SLABS][1][4]) {
         const uint4 vector[1][2] = {{x[0], x[1]}};
-        if constexpr (SLABS == 1) {
-            moq_multiply_units<nvfp4, 1>(at, unit, vector, sum);
-        } else {
-#pragma unroll
-            for (int slab = 0; slab < SLABS; slab += 2)
-                moq_multiply_units<nvfp4, 2>(at, unit + slab * slab_bytes, vector,
-                                             (float (&)[2][1][4])sum[slab]);
-        }
+        moq_multiply_units<nvfp4, SLABS>(at, unit, vector, sum);
     }
 
     static __device__ __forceinline__ float factor_of_expert(const stack *, int) {
@@ -358,8 +351,7 @@ template <moq_nvfp4_type TYPE> static const void *kernel_of(const moq_moe_decode
     if (up)
         return h->slabs == 2 ? (const void *)moe_decode_up<nvfp4<2, TYPE>>
                              : (const void *)moe_decode_up<nvfp4<1, TYPE>>;
-    return h->slabs == 2 ? (const void *)moe_decode_down<nvfp4<2, TYPE>>
-                         : (const void *)moe_decode_down<nvfp4<1, TYPE>>;
+    return (const void *)moe_decode_down<nvfp4<2, TYPE>>;
 }
 
 extern "C" moq_status moq_cuda_moe_nvfp4_decode(const moq_moe_call *call, moq_err *err) {

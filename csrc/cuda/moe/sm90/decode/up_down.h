@@ -7,7 +7,7 @@
  *
  * Layouts: x [tokens, H], g [slots, I] and y [tokens, H], bfloat16 or float16; W13 and W2 as a
  * format F has them, in slabs of 16 rows by blocks of K. Tile: 1 or 2 slabs by up to 8 slots of an
- * expert, eight warps, two blocks a multiprocessor.
+ * expert, 2 in `down`; eight warps, two blocks a multiprocessor.
  *
  * Bound: reading the weights of experts that have a slot, once for up to 8 slots. At one token the
  * bound is latency: kernel start, from ids to the first weight, from one kernel to the next. So:
