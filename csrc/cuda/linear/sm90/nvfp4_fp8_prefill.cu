@@ -55,13 +55,13 @@ static __device__ __forceinline__ void fold_stage(const folder<S> *f, const uint
                                                   int from, int to) {
     uint32_t unit = f->packed + (uint32_t)(from * S::weight_bytes);
     uint32_t at = (uint32_t)(to * (SLABS * S::units * UNIT_BYTES)) + threadIdx.x % 32 * 16;
-    packed_unit next = load_unit(unit);
+    moq_packed_unit next = moq_load_unit(unit);
 #pragma unroll
     for (int i = 0; i < f->UNITS; i++) {
-        packed_unit now = next;
+        moq_packed_unit now = next;
         uint32_t a[2][4];
         if (i + 1 < f->UNITS)
-            next = load_unit(unit + (i + 1) * MOQ_PACK_BYTES);
+            next = moq_load_unit(unit + (i + 1) * MOQ_PACK_BYTES);
         moq_fold_unit(now.codes, now.scales, folds[i / S::units], a);
 #pragma unroll
         for (int j = 0; j < 2; j++) {

@@ -93,18 +93,6 @@ template <class S> struct tile_scales {
     float x[S::quantized ? S::T : 2];
 };
 
-/* Unit as a lane reads it: its vector of codes, and the scales of its rows. */
-typedef struct {
-    uint4 codes;
-    uint2 scales;
-} packed_unit;
-
-static __device__ __forceinline__ packed_unit load_unit(uint32_t unit) {
-    int lane = threadIdx.x % 32;
-    return {load_shared(unit + moq_pack_word_at(lane / 4, lane % 4, 0)),
-            load_shared_pair(unit + moq_pack_scale_at(lane / 4, 0))};
-}
-
 /* ---- the schedule ---- */
 
 /* Returns the step of a tile that a block copies first, the same for both blocks of a pair. Tiles
@@ -218,7 +206,7 @@ static __device__ __forceinline__ void decode(const consumer_pipeline *t,
     constexpr moq_nvfp4_type TYPE = S::type == AS_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
     uint32_t at = (uint32_t)(slot->index * S::weight_bytes);
     await(t, slot);
-    packed_unit unit = {load_shared(t->codes + at), load_shared_pair(t->scales + at)};
+    moq_packed_unit unit = {load_shared(t->codes + at), load_shared_pair(t->scales + at)};
 #pragma unroll
     for (int s = 0; s < MOQ_PACK_GROUPS; s++)
         moq_nvfp4_fragment<TYPE>((&unit.codes.x)[s],

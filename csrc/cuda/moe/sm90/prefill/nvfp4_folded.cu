@@ -245,7 +245,7 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
             uint32_t in = own + (uint32_t)(slot.index * PACKED_STAGE);
             uint32_t at = out + (uint32_t)(slot.index * OPERAND_STAGE);
             mbarrier_wait(b->packed + 8u * slot.index, slot.parity);
-            nvfp4_prefill::packed_unit next = nvfp4_prefill::load_unit(in);
+            moq_packed_unit next = moq_load_unit(in);
             if (step == 0) {
                 uint32_t first = folds_at + (uint32_t)(slot.index * PACKED_STAGE);
                 folds[0] = read_folds(first);
@@ -254,11 +254,11 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
             mbarrier_wait(b->empty + 8u * slot.index, slot.parity ^ 1);
 #pragma unroll
             for (int i = 0; i < UNITS; i++) {
-                nvfp4_prefill::packed_unit now = next;
+                moq_packed_unit now = next;
                 uint32_t code[2][4];
                 if (i + 1 < UNITS)
-                    next = nvfp4_prefill::load_unit(in + (i + 1) % 2 * PACKED_BOX +
-                                                    (i + 1) / 2 * MOQ_PACK_BYTES);
+                    next =
+                        moq_load_unit(in + (i + 1) % 2 * PACKED_BOX + (i + 1) / 2 * MOQ_PACK_BYTES);
                 moq_fold_unit(now.codes, now.scales, folds[i % 2], code);
                 store_folded((i / 2 ? at ^ 64 : at) + i % 2 * OPERAND_EIGHT, code);
             }
