@@ -1,7 +1,7 @@
 /* FP8 experts for prefill on Hopper: rows of codes by the experts' W, with per-tensor or per-token
  * scales in small tiles, and with scales of 128 columns in all. fp8_large.cu has large tiles
  * without such scales. Products are those of the linears
- * (cuda/linear/sm90/fp8_prefill_mainloop.h): 128 columns at a time, added to float32 sums.
+ * (cuda/linear/sm90/fp8_products.h): 128 columns at a time, added to float32 sums.
  *
  * Layouts: W e4m3 [E, N, K] as prepared; rows e4m3 [rows, K], sorted by expert; g and d as in
  * fp8_epilogue.h. Tile: 256 rows of W by up to 64 or 128 rows of tokens. A step is 128 columns, 32
@@ -35,7 +35,7 @@
  * the thread that looks and copies). Copies of rows behind the tile's, and of their scales, may
  * bring anything: they go to columns of products that are never written. */
 #include "cuda/choice/moe_prefill.h"
-#include "cuda/linear/sm90/fp8_prefill_mainloop.h"
+#include "cuda/linear/sm90/fp8_products.h"
 #include "cuda/moe/sm90/prefill/fp8_epilogue.h"
 #include "cuda/moe/sm90/prefill/fp8_mainloop.h"
 #include "cuda/moe/sm90/prefill/gemm.h"
@@ -44,10 +44,12 @@
 namespace moq::moe_prefill {
 
 /* Shape of tiles of up to MOST rows of tokens, of which N are multiplied. */
-template <bool GROUPS, int MOST, int N>
-struct fp8_shape : fp8_prefill::tile<MOQ_WEIGHTS_FIRST, N, 2, MOQ_ALONE, GROUPS, false> {
-    static constexpr bool large = MOST > 64;
-    static constexpr int warpgroups = 2;
+template <bool GROUPS, int MOST, int N> struct fp8_shape {
+    static constexpr bool large = MOST > 64, groups = GROUPS;
+    static constexpr bool tokens_first = false, by_steps = false, pair = false;
+    static constexpr int warpgroups = 2, T = N, WAVES = 2, stride = 1;
+    static constexpr bool two_sets = WAVES * T <= 128; /* as registers allow */
+    static constexpr float unit = 1.0f;
     static constexpr int tokens = MOST, stage = (4 * WAVE_ROWS + MOST) * 128, box_rows = MOST / 4;
     static constexpr int at_once = N > OUT_TOKENS ? N / 2 : N; /* tokens of an epilogue step */
     static constexpr int all_bytes = stage + (GROUPS ? MOST * 4 : 0);
@@ -246,11 +248,10 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
     if (warp < 8) {
         more_registers<232>();
         int group = warp / 4;
-        tile_maker m = {{{b.weights, b.rows, b.empty},
+        tile_maker m = {{b.weights, b.rows, b.empty,
                          wgmma_operand(pipeline + group * (2 * WAVE_ROWS * 128)),
                          wgmma_operand(pipeline + 4 * WAVE_ROWS * 128),
-                         (const float *)(smem + a.stages * S::stage),
-                         a.stages},
+                         (const float *)(smem + a.stages * S::stage), a.stages},
                         epilogue,
                         {NULL, room + group * OUT_ROOM, most},
                         {0, 0},
