@@ -2,6 +2,7 @@
  * which has layouts and bounds. */
 #include "cuda/choice/choice_moe.h"
 #include "cuda/linear/mma_fp8_tile.h"
+#include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/expert_product.h"
 
 namespace moq::moe {

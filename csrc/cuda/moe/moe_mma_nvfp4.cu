@@ -6,6 +6,7 @@
  * are float32. Weights are exact, or folded to e4m3. */
 #include "cuda/choice/choice_moe.h"
 #include "cuda/linear/mma_nvfp4_tile.h"
+#include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/expert_product.h"
 
 namespace moq::moe {

@@ -1,6 +1,7 @@
 /* Experts of every shape, weight and chip on CUDA cores, in the tiles of cuda/linear/simt_tile.h,
  * which has layouts and bounds. */
 #include "cuda/linear/simt_tile.h"
+#include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/expert_product.h"
 
 namespace moq::moe {

@@ -4,7 +4,6 @@
 #define MOQ_CUDA_MOE_PIPELINE_H
 
 #include "cuda/device/load.h"
-#include "cuda/moe/cuda_moe.h"
 #include "cuda/moe/group.h"
 
 namespace moq::moe {

@@ -23,10 +23,9 @@ namespace moq::fp8_prefill {
 
 /* Stages as a consumer warpgroup reads them. */
 typedef struct {
-    uint32_t weights, tokens,
-        empty;            /* barriers: weights are full, tokens are full, both are empty */
-    uint64_t left, right; /* operands in the first stage: its own rows, all columns */
-    const float *scales;  /* token scales, in the first stage */
+    uint32_t weights, tokens, empty; /* barriers: of full weights, full tokens, and empty stages */
+    uint64_t left, right;            /* operands in the first stage: its own rows, all columns */
+    const float *scales;             /* token scales, in the first stage */
     int stages;
 } consumer_pipeline;
 

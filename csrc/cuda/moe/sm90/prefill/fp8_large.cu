@@ -14,6 +14,7 @@
 #include "cuda/moe/sm90/prefill/fp8_epilogue.h"
 #include "cuda/moe/sm90/prefill/fp8_mainloop.h"
 #include "cuda/moe/sm90/prefill/gemm.h"
+#include "cuda/runtime/tensor_map.h"
 
 namespace moq::moe_prefill {
 
@@ -277,11 +278,11 @@ static int large_smem_layout(gemm_args *a, int limit) {
 
 moq_status multiply_fp8_large(const moe::expert_product *p, moq_err *err) {
     int64_t k = p->spec->in_features, n = p->spec->out_features;
-    moq_cuda_device device;
+    int limit;
     CUtensorMap weights, rows;
-    MOQ_TRY(moq_cuda_query_device(p->spec->device.index, &device, err));
+    MOQ_TRY(find_shared_limit(p, &limit, err));
     gemm_args a = fp8_args_of(p);
-    int shared = large_smem_layout(&a, device.shared_per_block);
+    int shared = large_smem_layout(&a, limit);
     MOQ_TRY(
         moq_tensor_map_pairs(&weights, p->weight->weight, p->call->spec->experts * n, k, k, err));
     MOQ_TRY(moq_tensor_map_rows(&rows, p->rows->data, p->most_rows, k, k, largest::box_rows, err));
