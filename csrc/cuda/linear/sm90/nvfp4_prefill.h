@@ -1,6 +1,5 @@
-/* NVFP4 prefill kernels on Hopper, exact (nvfp4_prefill.cu), with FP8 products
- * (nvfp4_fp8_prefill.cu) and of experts: tile, schedule, token copies, exact mainloop, partial sums
- * and epilogue.
+/* NVFP4 prefill kernels on Hopper, exact (nvfp4_prefill.cu) and with FP8 products
+ * (nvfp4_fp8_prefill.cu): tile, partial sums and epilogue.
  *
  * W gives the 64 rows of wgmma, from registers, where packed codes (core/nvfp4_packed.h) become
  * operands; tokens give its columns. A tile is 128 rows of W by T tokens. A step is 128 bytes of a
@@ -17,7 +16,6 @@
 #include "cuda/device/nvfp4_decode.h"
 #include "cuda/device/nvfp4_fold.h"
 #include "cuda/device/ptx.h"
-#include "cuda/device/wgmma.h"
 #include "cuda/linear/sm90/gemm_scheduler.h"
 
 namespace moq::nvfp4_prefill {
@@ -93,16 +91,7 @@ template <class S> struct tile_scales {
     float x[S::quantized ? S::T : 2];
 };
 
-/* ---- the schedule ---- */
-
-/* Returns the step of a tile that a block copies first, the same for both blocks of a pair. Tiles
- * are staggered only with few tokens. */
-template <class S>
-static __device__ __forceinline__ int first_step_of(const gemm_args *a, const work *w) {
-    return a->apart ? first_step(w, place_of<S>(a, w->number, 0).row / ROWS) : w->first;
-}
-
-/* ---- token copies ---- */
+/* ---- producers ---- */
 
 /* Pipeline that a producer fills. */
 typedef struct {
@@ -110,32 +99,6 @@ typedef struct {
     uint32_t to;          /* address of the first stage */
     int stages, rank;
 } producer_pipeline;
-
-template <class S>
-static __device__ __forceinline__ void
-produce_tokens(const gemm_args *a, const producer_pipeline *p, const CUtensorMap *map) {
-    pipeline_state slot = {0, 0};
-    uint64_t keep = policy_evict_normal();
-    prefetch_map(map);
-    wait_for_predecessor();
-    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
-        int token = place_of<S>(a, w.number, p->rank).token;
-        int step = first_step_of<S>(a, &w);
-        for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
-            uint32_t full = p->full + 8u * slot.index;
-            uint32_t to = p->to + (uint32_t)(slot.index * S::token_bytes);
-            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
-            mbarrier_expect(full, S::token_bytes);
-            if (S::share_tokens) {
-                int half = p->rank * (S::T / 2);
-                copy_box_2d_to(to + half * 128, map, step * 128, token + half, full, keep, 3);
-            } else {
-                copy_box_2d(to, map, step * 128, token, full, keep);
-            }
-            advance(&slot, p->stages);
-        }
-    }
-}
 
 /* ---- epilogue operands ---- */
 
@@ -171,101 +134,6 @@ static __device__ __forceinline__ void store_eight(uint16_t *to, int count, bool
 typedef struct {
     int first, end;
 } chunks;
-
-/* ---- exact mainloop: a warpgroup decodes a unit into operands in registers while the products of
- * the previous unit are under way ---- */
-
-/* Stages as a thread reads them. */
-typedef struct {
-    uint32_t full, empty;
-    uint64_t x;             /* operand in the first stage */
-    uint32_t codes, scales; /* addresses of this lane, in the first stage */
-    int stages;
-} consumer_pipeline;
-
-/* Operand of a unit in a thread: 4 registers for each group of 16 columns. */
-typedef struct {
-    uint32_t group[MOQ_PACK_GROUPS][4];
-} operand_unit;
-
-static __device__ __forceinline__ void await(const consumer_pipeline *t,
-                                             const pipeline_state *slot) {
-    mbarrier_wait(t->full + 8u * slot->index, slot->parity);
-}
-
-template <class S>
-static __device__ __forceinline__ void release(const consumer_pipeline *t,
-                                               const pipeline_state *slot) {
-    warp_releases<S::pair>(t->empty + 8u * slot->index);
-}
-
-/* Waits for a stage and decodes its unit. */
-template <class S>
-static __device__ __forceinline__ void decode(const consumer_pipeline *t,
-                                              const pipeline_state *slot, operand_unit *o) {
-    constexpr moq_nvfp4_type TYPE = S::type == AS_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
-    uint32_t at = (uint32_t)(slot->index * S::weight_bytes);
-    await(t, slot);
-    moq_packed_unit unit = {load_shared(t->codes + at), load_shared_pair(t->scales + at)};
-#pragma unroll
-    for (int s = 0; s < MOQ_PACK_GROUPS; s++)
-        moq_nvfp4_fragment<TYPE>((&unit.codes.x)[s],
-                                 moq_nvfp4_scales<TYPE>((&unit.scales.x)[s / 2], s % 2),
-                                 o->group[s]);
-}
-
-/* Adds the products of a stage's unit. */
-template <class S>
-static __device__ __forceinline__ void issue(const consumer_pipeline *t, const pipeline_state *slot,
-                                             const operand_unit *o, float (&sum)[S::T / 2]) {
-    uint64_t x = t->x + (uint32_t)(slot->index * (S::token_bytes / 16));
-    wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < MOQ_PACK_GROUPS; s++) {
-        if constexpr (S::type == AS_BF16)
-            wgmma_bf16(sum, o->group[s], x + 2 * s);
-        else
-            wgmma_f16(sum, o->group[s], x + 2 * s);
-    }
-    wgmma_commit();
-}
-
-/* Issues the products of a stage, then waits for those of the stage before and releases it. */
-template <class S>
-static __device__ __forceinline__ void follow(const consumer_pipeline *t, pipeline_state *slot,
-                                              pipeline_state *before, bool first,
-                                              const operand_unit *o, float (&sum)[S::T / 2]) {
-    issue<S>(t, slot, o, sum);
-    if (!first) {
-        wgmma_wait<1>();
-        release<S>(t, before);
-    }
-    *before = *slot;
-    advance(slot, t->stages);
-}
-
-/* Adds the products of a tile's steps to the sums. */
-template <class S>
-static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int steps,
-                                                pipeline_state *slot, float (&sum)[S::T / 2]) {
-    operand_unit even, odd;
-    pipeline_state before = *slot;
-    decode<S>(t, slot, &even);
-#pragma unroll 1
-    for (int step = 0;; step += 2) {
-        follow<S>(t, slot, &before, step == 0, &even, sum);
-        if (step + 1 == steps)
-            break;
-        decode<S>(t, slot, &odd);
-        follow<S>(t, slot, &before, false, &odd, sum);
-        if (step + 2 == steps)
-            break;
-        decode<S>(t, slot, &even);
-    }
-    wgmma_wait<0>();
-    stay_here(sum);
-    release<S>(t, &before);
-}
 
 /* ---- stream-K tail: a block may have the first steps of a tile and a later one the last, which
  * adds all of the tile's sums. Partial sums are exchanged through the L2 as
