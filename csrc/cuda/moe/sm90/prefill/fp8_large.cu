@@ -26,7 +26,7 @@ namespace moq::moe_prefill {
 
 /* Shape of large tiles of which N columns are multiplied. */
 template <int N> struct large_tile {
-    static constexpr bool groups = false, pair = true;
+    static constexpr bool groups = false;
     static constexpr int warpgroups = 2, T = N;
     static constexpr int tokens = 136, box_rows = 24, stage = 6 * box_rows * 128;
     static constexpr int at_once = N > 128 ? 48 : N > OUT_TOKENS ? N / 2 : N;
@@ -34,6 +34,18 @@ template <int N> struct large_tile {
 };
 
 typedef large_tile<136> largest;
+
+/* ---- tiles ---- */
+
+/* Returns the pairs of tiles of a pair of blocks, after the predecessor has ended. */
+static __device__ __forceinline__ tile_queue tiles_of_block(const gemm_args *a) {
+    return {(int)blockIdx.x / 2, a->count[1] / 2 * a->row_tiles, (int)gridDim.x / 2};
+}
+
+static __device__ __forceinline__ place place_at(const gemm_args *a, int number) {
+    int tile = number / a->row_tiles, along = number - tile * a->row_tiles;
+    return {a->tiles[2 * tile + (int)rank_in_cluster()], along};
+}
 
 /* ---- pipelines ---- */
 
@@ -76,8 +88,8 @@ static __device__ __forceinline__ void produce_half(const gemm_args *a, const CU
     prefetch_map(map);
     if (!a->early)
         wait_for_predecessor();
-    for (tile_queue q = tiles_of_block<largest>(a); q.number < q.end; q.number += q.stride) {
-        place p = place_at<largest>(a, q.number);
+    for (tile_queue q = tiles_of_block(a); q.number < q.end; q.number += q.stride) {
+        place p = place_at(a, q.number);
         int row = p.rows.expert * a->height + row_of_wave<largest, USE>(a, p.along, group, rank);
         for (int step = 0; step < a->steps; step++) {
             uint32_t own = full + 8u * slot.index;
@@ -94,8 +106,8 @@ static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const 
     pipeline_state slot = {0, 0};
     prefetch_map(r->map);
     wait_for_predecessor();
-    for (tile_queue q = tiles_of_block<largest>(a); q.number < q.end; q.number += q.stride) {
-        place p = place_at<largest>(a, q.number);
+    for (tile_queue q = tiles_of_block(a); q.number < q.end; q.number += q.stride) {
+        place p = place_at(a, q.number);
         copy_rows<largest>(a, r, 0, &p, &slot);
     }
 }
@@ -161,7 +173,7 @@ typedef struct {
 
 /* Returns the place of the queue's next tile, or of its last one. */
 static __device__ __forceinline__ place place_of_next(const gemm_args *a, const tile_queue *q) {
-    return place_at<largest>(a, min(q->number, q->end - 1));
+    return place_at(a, min(q->number, q->end - 1));
 }
 
 /* Loads the epilogue operands of a tile, by its warpgroup. */
@@ -217,7 +229,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const large_p
     large_place at = {{0, 0}, {0, 0}, group == 0 ? min(LAG, a->steps) - 1 : -1};
     wait_for_predecessor();
     launch_dependents(); /* the next kernel may rely on the groups */
-    tile_queue q = tiles_of_block<largest>(a);
+    tile_queue q = tiles_of_block(a);
     if (q.number >= q.end)
         return;
     place p = place_of_next(a, &q);

@@ -78,30 +78,10 @@ typedef struct {
     int number, end, stride;
 } tile_queue;
 
-/* Returns the tiles of a block, after the predecessor has ended. The blocks of a pair go through
- * pairs of tiles. */
-template <class S> static __device__ __forceinline__ tile_queue tiles_of_block(const gemm_args *a) {
-    constexpr int BLOCKS = S::pair ? 2 : 1;
-    return {(int)blockIdx.x / BLOCKS, a->count[1] / BLOCKS * a->row_tiles, (int)gridDim.x / BLOCKS};
-}
-
 typedef struct {
     moe::row_tile rows;
     int along; /* number of the tile of W */
 } place;
-
-template <class S>
-static __device__ __forceinline__ place place_at(const gemm_args *a, int number) {
-    int tile = number / a->row_tiles, along = number - tile * a->row_tiles;
-    if (S::pair)
-        tile = 2 * tile + (int)rank_in_cluster();
-    return {a->tiles[tile], along};
-}
-
-/* Returns the source of row `row`: its token of x if rows are gathered, or the sorted row. */
-static __device__ __forceinline__ int source_of(const gemm_args *a, int row) {
-    return a->slot ? a->slot[row] / a->top_k : row;
-}
 
 /* True for silu without a limit. */
 static __device__ __forceinline__ bool is_plain(const moe::activation *a) {

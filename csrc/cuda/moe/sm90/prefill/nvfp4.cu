@@ -49,7 +49,7 @@ template <moq_nvfp4_type TYPE, product_use FOR, int MOST, int N, int UNITS = 1, 
 struct unit_shape {
     static constexpr moq_nvfp4_type type = TYPE;
     static constexpr product_use use = FOR;
-    static constexpr bool pair = false, gated = FOR == OF_GATE_AND_UP;
+    static constexpr bool gated = FOR == OF_GATE_AND_UP;
     static constexpr bool large = MOST > 128;
     static constexpr int warpgroups = large ? 2 : 4, tokens = MOST, units = UNITS;
     static constexpr int waves = WAVES, box_units = UNITS > 2 ? 2 : UNITS;
@@ -368,13 +368,18 @@ typedef struct {
     uint32_t offset[2];
 } gathered_rows;
 
+/* Returns the token of x that a gathered row is. */
+static __device__ __forceinline__ int token_of(const gemm_args *a, int row) {
+    return a->slot[row] / a->top_k;
+}
+
 static __device__ __forceinline__ gathered_rows find_rows(const gemm_args *a, const place *p) {
     gathered_rows g;
     int lane = threadIdx.x % 32, last = p->rows.rows - 1;
 #pragma unroll
     for (int i = 0; i < 2; i++)
         g.offset[i] =
-            (uint32_t)(a->x_stride / 16) * source_of(a, p->rows.first + min(32 * i + lane, last));
+            (uint32_t)(a->x_stride / 16) * token_of(a, p->rows.first + min(32 * i + lane, last));
     return g;
 }
 
