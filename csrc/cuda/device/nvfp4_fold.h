@@ -9,11 +9,24 @@
 
 #include "core/nvfp4_packed.h"
 #include "cuda/device/nvfp4_decode.h"
+#include "cuda/device/ptx.h"
 
 #include <cuda_fp16.h>
 #include <string.h>
 
 namespace moq {
+
+/* Unit as a lane reads it: its vector of codes, and the scales of its rows. */
+typedef struct {
+    uint4 codes;
+    uint2 scales;
+} moq_packed_unit;
+
+static __device__ __forceinline__ moq_packed_unit moq_load_unit(uint32_t unit) {
+    int lane = threadIdx.x % 32;
+    return {load_shared(unit + moq_pack_word_at(lane / 4, lane % 4, 0)),
+            load_shared_pair(unit + moq_pack_scale_at(lane / 4, 0))};
+}
 
 /* Returns the factor of a row's codes: its power of two, at most 16, for which the least product of
  * e2m1 and a scale, 2^-10, is a normal number of e4m3 already. */

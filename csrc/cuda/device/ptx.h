@@ -436,20 +436,19 @@ static __device__ __forceinline__ void barriers_are_ready(int id, int threads) {
 #endif
 }
 
-/* Releases what `barrier` guards, for a whole warp: in this block, or in blocks `first` and `first`
- * + 1 of the cluster, which share it. */
-template <bool PAIR>
-static __device__ __forceinline__ void warp_releases(uint32_t barrier, uint32_t first = 0) {
+/* Releases what `barrier` guards, for a whole warp: in this block, or in both blocks of the
+ * cluster, which share it. */
+template <bool PAIR> static __device__ __forceinline__ void warp_releases(uint32_t barrier) {
     uint32_t lane = threadIdx.x % 32;
     warp_meets();
     if (WARP_ARRIVALS > 1 && PAIR) {
-        mbarrier_arrive_at(barrier, first);
-        mbarrier_arrive_at(barrier, first + 1);
+        mbarrier_arrive_at(barrier, 0);
+        mbarrier_arrive_at(barrier, 1);
     } else if (WARP_ARRIVALS > 1) {
         mbarrier_arrive(barrier);
     } else if (lane < (PAIR ? 2 : 1)) {
         if (PAIR)
-            mbarrier_arrive_at(barrier, first + lane);
+            mbarrier_arrive_at(barrier, lane);
         else
             mbarrier_arrive(barrier);
     }

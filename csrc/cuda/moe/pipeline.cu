@@ -15,6 +15,7 @@
 #include "cuda/moe/pipeline.h"
 
 #include "core/invariant.h"
+#include "cuda/runtime/launch.h"
 
 namespace moq::moe {
 
@@ -52,8 +53,10 @@ static int64_t bytes_of_u(const moq_moe_call *call, const expert_kernels *k) {
     return k->u_bytes ? k->u_bytes(call) : call->spec->w13.out_features * (int64_t)sizeof(float);
 }
 
+/* True if products are linked. Kernels have to overlap: otherwise counting costs up to 2.5 %
+ * (docs/lab/experts-prefill.md). */
 static bool is_linked(const slot_chunk *chunk, const expert_kernels *k) {
-    return k->links && k->links(chunk);
+    return k->links && k->links(chunk) && moq_cuda_overlaps();
 }
 
 static workspace_layout layout_of(const slot_chunk *chunk, const expert_kernels *k) {

@@ -266,8 +266,8 @@ static __device__ __forceinline__ void make_step(row_worker<S> *o, int step,
     uint32_t right = (uint32_t)t->right + own.index * STAGE;
     float scale = o->scale;
     if (!S::together)
-        mbarrier_wait(t->barriers.weights + 8u * own.index, own.parity);
-    mbarrier_wait(t->barriers.tokens + 8u * own.index, own.parity);
+        mbarrier_wait(t->weights + 8u * own.index, own.parity);
+    mbarrier_wait(t->tokens + 8u * own.index, own.parity);
     advance(&o->slot, t->stages);
 #pragma unroll
     for (int wave = 0; wave < S::WAVES; wave++) {
@@ -590,9 +590,13 @@ static __global__ void __launch_bounds__(S::threads, 1)
         int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128,
                                 0); /* shuffled, so that it is in a uniform register */
         uint32_t row = S::by_steps ? 0 : group * 64 * S::WAVES;
-        consumer_pipeline t = {barriers, wgmma_operand(pipeline + row * STEP),
+        consumer_pipeline t = {barriers.weights,
+                               barriers.tokens,
+                               barriers.empty,
+                               wgmma_operand(pipeline + row * STEP),
                                wgmma_operand(pipeline + S::rows * STEP),
-                               (const float *)(smem + scales), args.stages};
+                               (const float *)(smem + scales),
+                               args.stages};
         if (S::split_k && threadIdx.x == 0)
             mbarrier_expect(meet.posted, bytes_to_come<S>());
         if constexpr (S::boxes) {

@@ -22,8 +22,7 @@
  *   Addresses of sums and outputs are computed before that wait, since later work is on the
  *   critical path. Eight warps take half a multiprocessor where that is enough for their pipelines,
  *   so that the next call's blocks are resident when this one's end, or two blocks of this call.
- *   Sixteen warps are better at long calls and take all of it, or half with two slabs at a time and
- *   no adding warp.
+ *   Sixteen warps are better at long calls and take all of it.
  * - Lane (g, t) reads the words of group t of rows g and g + 8, 4 weights of each row for a step of
  *   16 columns, so that a block scale is decoded once for its 16 weights. Columns of x are read in
  *   that order: two loads of 16 bytes for 64 columns of a token.
@@ -57,12 +56,11 @@ namespace moq::nvfp4_decode {
 #define X_BLOCK     MOQ_NVFP4_DECODE_X_BLOCK
 
 /* Compile-time shape: warps that multiply, slabs of W that a warp multiplies by one load of x,
- * tiles of 8 tokens, and the type of x. Eight warps, or sixteen without an adding one, leave room
- * for a second block. */
+ * tiles of 8 tokens, and the type of x. Eight warps leave room for a second block. */
 template <int WARPS, int SLABS, int TILES, moq_nvfp4_type TYPE> struct shape {
     static constexpr int warps = WARPS, max_stages = STAGES / WARPS;
-    static constexpr bool adder = MOQ_NVFP4_DECODE_ADDS(WARPS, SLABS);
-    static constexpr int threads = 32 * WARPS + 32 * adder, at_once = WARPS == 8 || !adder ? 2 : 1;
+    static constexpr int threads = 32 * WARPS + 32, at_once = WARPS == 8 ? 2 : 1;
+    static_assert(MOQ_NVFP4_DECODE_ADDS(WARPS, SLABS), "one warp more adds up sums");
     static constexpr int slabs = SLABS, tiles = TILES, blocks = STAGE_UNITS / SLABS;
     static constexpr int rows = SLABS * MOQ_PACK_ROWS, rank_rows = rows / MAX_RANKS;
     static constexpr int row_pitch = rows + 4; /* staged without bank conflicts */
@@ -708,7 +706,7 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     const decode_args *a = &args;
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
     launch_dependents();
-    bool adds = S::adder && warp == S::warps; /* the adding warp has no share of W */
+    bool adds = warp == S::warps; /* the adding warp has no share of W */
     int split = warp & ((1 << a->log_splits) - 1), group = warp >> a->log_splits;
     pipeline r;
     r.lane = lane;
@@ -720,11 +718,8 @@ static __global__ void __launch_bounds__(S::threads, S::at_once)
     r.policy = policy_evict_first();
     if (adds) {
         init_barriers(a, &bar, lane);
-    } else {
-        if (!S::adder && warp == 0)
-            init_barriers(a, &bar, lane);
-        if (lane < a->stages) /* one arrival for weights, and one of each lane for x */
-            mbarrier_init(r.full + 8u * lane, a->x_stays ? 1 : 1 + 32);
+    } else if (lane < a->stages) { /* one arrival for weights, and one of each lane for x */
+        mbarrier_init(r.full + 8u * lane, a->x_stays ? 1 : 1 + 32);
     }
     mbarrier_init_fence();
     barriers_are_ready(2, S::threads);
@@ -793,9 +788,7 @@ template <int WARPS, int SLABS, int TILES> static const void *kernel_of(moq_dtyp
 static const void *kernel_for(const moq_nvfp4_decode_config *config, const moq_linear_call *call) {
     moq_dtype dtype = call->spec->dtype;
     if (config->warps == 16)
-        return config->slabs == 2   ? kernel_of<16, 2, 1>(dtype)
-               : config->slabs == 4 ? kernel_of<16, 4, 1>(dtype)
-                                    : kernel_of<16, 8, 1>(dtype);
+        return kernel_of<16, 4, 1>(dtype);
     if (call->m > 8)
         return kernel_of<8, 4, 2>(dtype);
     return config->slabs == 2   ? kernel_of<8, 2, 1>(dtype)
@@ -820,16 +813,15 @@ extern "C" moq_status moq_cuda_nvfp4_decode(const moq_linear_call *call, moq_err
         MOQ_TRY(moq_tensor_map_rows(&tokens, args.x.data, args.m, 2 * spec->in_features,
                                     2 * args.x.stride, (uint32_t)args.x_rows, err));
     unsigned cluster = in_cluster(&args) ? 2 : 1;
-    moq_launch launch = {
-        .what = "NVFP4 linear",
-        .kernel = kernel_for(config, call),
-        .grid = dim3(((unsigned)device.sm_count << config->two) / cluster * cluster),
-        .block = dim3(
-            (unsigned)(32 * (config->warps + MOQ_NVFP4_DECODE_ADDS(config->warps, config->slabs)))),
-        .cluster = cluster > 1 ? cluster : 0,
-        .shared = (size_t)args.shared,
-        .stream = (cudaStream_t)call->stream,
-        .pdl = true};
+    moq_launch launch = {.what = "NVFP4 linear",
+                         .kernel = kernel_for(config, call),
+                         .grid =
+                             dim3(((unsigned)device.sm_count << config->two) / cluster * cluster),
+                         .block = dim3((unsigned)(32 * (config->warps + 1))),
+                         .cluster = cluster > 1 ? cluster : 0,
+                         .shared = (size_t)args.shared,
+                         .stream = (cudaStream_t)call->stream,
+                         .pdl = true};
     void *parameters[] = {&tokens, &args};
     return moq_cuda_launch(&launch, parameters, err);
 }

@@ -3,10 +3,10 @@
  *
  * X is e4m3 codes with a scale a token, quantized into the workspace, each 16 columns in the order
  * of wgmma operands (moq_cuda_quantize). W is packed NVFP4 in memory. A block makes a tile at a
- * time, 128 rows of W by T tokens: one or two warpgroups fold block scales into e4m3 codes
- * (nvfp4_fold.h) and write them to shared memory, two consumer warpgroups load them into registers
- * and multiply 64 rows each, two warps copy. If tiles do not come out even, blocks share a stream-K
- * tail (nvfp4_prefill.h).
+ * time, 128 rows of W by T tokens: a warpgroup folds block scales into e4m3 codes (nvfp4_fold.h)
+ * and writes them to shared memory, two consumer warpgroups load them into registers and multiply
+ * 64 rows each, two warps copy. If tiles do not come out even, blocks share a stream-K tail
+ * (nvfp4_prefill.h).
  *
  * What bounds it (H200, docs/lab/nvfp4-fp8.md): folding 128 x 128 weights takes a warpgroup about
  * as long as their products with 256 tokens take the tensor cores. With tokens enough, pairs of
@@ -54,13 +54,13 @@ static __device__ __forceinline__ void fold_stage(const folder<S> *f, const uint
                                                   int from, int to) {
     uint32_t unit = f->packed + (uint32_t)(from * S::weight_bytes);
     uint32_t at = (uint32_t)(to * (SLABS * S::units * UNIT_BYTES)) + threadIdx.x % 32 * 16;
-    packed_unit next = load_unit(unit);
+    moq_packed_unit next = moq_load_unit(unit);
 #pragma unroll
     for (int i = 0; i < f->UNITS; i++) {
-        packed_unit now = next;
+        moq_packed_unit now = next;
         uint32_t a[2][4];
         if (i + 1 < f->UNITS)
-            next = load_unit(unit + (i + 1) * MOQ_PACK_BYTES);
+            next = moq_load_unit(unit + (i + 1) * MOQ_PACK_BYTES);
         moq_fold_unit(now.codes, now.scales, folds[i / S::units], a);
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -80,7 +80,7 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a,
     int warp = (threadIdx.x - CONSUMERS) / 32, lane = threadIdx.x % 32;
     uint32_t sent = S::share_weights && warp == 0 ? S::slabs * S::units * UNIT_BYTES : 0;
     pipeline_state from = {0, 0}, to = {0, 0};
-    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         int slab = place_of<S>(a, w.number, packed->rank).row / MOQ_PACK_ROWS +
                    (S::share_weights ? packed->rank * S::slabs : 0) + warp * f.UNITS / S::units;
         uint32_t folds[f.SLABS_OF];
@@ -254,7 +254,7 @@ static __device__ __forceinline__ void produce_weights(const gemm_args *a,
                                                        const producer_pipeline *p) {
     int lane = threadIdx.x % 32;
     pipeline_state slot = {0, 0};
-    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         int row = place_of<S>(a, w.number, p->rank).row;
         int slab = row / MOQ_PACK_ROWS + (S::share_weights ? p->rank * S::slabs : 0);
         int slabs = max(0, min(S::slabs, a->slabs - slab));
@@ -283,7 +283,7 @@ static __device__ __forceinline__ void produce_codes(const gemm_args *a, const p
     uint64_t keep = policy_evict_normal();
     prefetch_map(map);
     wait_for_predecessor();
-    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         tile_place at = place_of<S>(a, w.number, p->rank);
         int step = first_step(&w, at.row / ROWS);
 #pragma unroll 1
@@ -307,7 +307,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
                                                int group, int rank) {
     pipeline_state slot = {0, 0};
     wait_for_predecessor();
-    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         tile_place at = place_of<S>(a, w.number, rank);
         float sum[S::T / 2] = {};
         if (!STREAM_K || w.end == a->steps) /* this block writes the outputs */
@@ -322,7 +322,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
         }
         if (STREAM_K && w.first > 0)
             add_partial_sums<S>(a, &w, group, sum);
-        write_boxes<S>(a, path, b, &at, group, sum, {0, S::T / CHUNK});
+        write_boxes<S>(a, path, b, &at, group, sum);
     }
 }
 

@@ -235,7 +235,7 @@ template <class S> static __device__ __forceinline__ void give_up(fragments<S> *
 
 template <class S>
 static __device__ __forceinline__ void release(const consumer_pipeline *t, const stage_place *s) {
-    warp_releases<false>(t->barriers.empty + s->barriers, 0);
+    warp_releases<false>(t->barriers.empty + s->barriers);
 }
 
 /* Adds `steps` steps of this warpgroup from `s` on to the sums. While a piece is multiplied, the

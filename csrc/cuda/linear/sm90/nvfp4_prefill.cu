@@ -5,12 +5,14 @@
  * codes into operands in registers and multiply them, two warps copy, in a pipeline of steps of 64
  * columns. Tiles of a block follow each other without a barrier among its warpgroups, and the
  * outputs of one leave under the products of the next. If tiles do not come out even, blocks share
- * K: split-K or a stream-K tail (nvfp4_prefill.h).
+ * a stream-K tail (nvfp4_prefill.h).
  *
  * What bounds it (H200, docs/lab/nvfp4-prefill.md): the tensor cores and the power they take. A
  * step of 256 tokens is 1024 cycles of products; its 8192 weights take 17 instructions for 8, a
  * seventh of what can be issued meanwhile. */
 #include "core/invariant.h"
+#include "cuda/device/nvfp4_decode.h"
+#include "cuda/device/wgmma.h"
 #include "cuda/linear/sm90/nvfp4_prefill.h"
 #include "cuda/linear/sm90/nvfp4_prefill_config.h"
 #include "cuda/runtime/launch.h"
@@ -23,6 +25,41 @@ namespace moq::nvfp4_prefill {
 #define BAND_TOKENS  2048 /* tokens done together, so that they stay in the L2 */
 #define APART_TOKENS 512  /* most tokens for which tiles begin with different steps */
 
+/* ---- producers ---- */
+
+/* Returns the step of a tile that a block copies first, the same for both blocks of a pair. Tiles
+ * are staggered only with few tokens. */
+template <class S>
+static __device__ __forceinline__ int first_step_of(const gemm_args *a, const work *w) {
+    return a->apart ? first_step(w, place_of<S>(a, w->number, 0).row / ROWS) : w->first;
+}
+
+template <class S>
+static __device__ __forceinline__ void
+produce_tokens(const gemm_args *a, const producer_pipeline *p, const CUtensorMap *map) {
+    pipeline_state slot = {0, 0};
+    uint64_t keep = policy_evict_normal();
+    prefetch_map(map);
+    wait_for_predecessor();
+    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+        int token = place_of<S>(a, w.number, p->rank).token;
+        int step = first_step_of<S>(a, &w);
+        for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
+            uint32_t full = p->full + 8u * slot.index;
+            uint32_t to = p->to + (uint32_t)(slot.index * S::token_bytes);
+            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
+            mbarrier_expect(full, S::token_bytes);
+            if (S::share_tokens) {
+                int half = p->rank * (S::T / 2);
+                copy_box_2d_to(to + half * 128, map, step * 128, token + half, full, keep, 3);
+            } else {
+                copy_box_2d(to, map, step * 128, token, full, keep);
+            }
+            advance(&slot, p->stages);
+        }
+    }
+}
+
 /* Copies weights of all steps, a box of a unit of each slab; zeros beyond the layer. */
 template <class S>
 static __device__ __forceinline__ void produce_units(const gemm_args *a, const producer_pipeline *p,
@@ -30,7 +67,7 @@ static __device__ __forceinline__ void produce_units(const gemm_args *a, const p
     pipeline_state slot = {0, 0};
     uint64_t policy = a->columns == 1 ? policy_evict_first() : policy_evict_normal();
     prefetch_map(map);
-    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         int slab = place_of<S>(a, w.number, p->rank).row / MOQ_PACK_ROWS;
         int step = first_step_of<S>(a, &w);
         for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
@@ -44,39 +81,126 @@ static __device__ __forceinline__ void produce_units(const gemm_args *a, const p
     }
 }
 
-/* Runs a warpgroup's mainloop and epilogue. SHARE_K: blocks split K or share a stream-K tail;
- * without it the code is 2 % faster in layers of short K. */
-template <class S, bool SHARE_K>
+/* ---- mainloop: a warpgroup decodes a unit into operands in registers while the products of
+ * the previous unit are under way ---- */
+
+/* Stages as a thread reads them. */
+typedef struct {
+    uint32_t full, empty;
+    uint64_t x;             /* operand in the first stage */
+    uint32_t codes, scales; /* addresses of this lane, in the first stage */
+    int stages;
+} consumer_pipeline;
+
+/* Operand of a unit in a thread: 4 registers for each group of 16 columns. */
+typedef struct {
+    uint32_t group[MOQ_PACK_GROUPS][4];
+} operand_unit;
+
+static __device__ __forceinline__ void await(const consumer_pipeline *t,
+                                             const pipeline_state *slot) {
+    mbarrier_wait(t->full + 8u * slot->index, slot->parity);
+}
+
+template <class S>
+static __device__ __forceinline__ void release(const consumer_pipeline *t,
+                                               const pipeline_state *slot) {
+    warp_releases<S::pair>(t->empty + 8u * slot->index);
+}
+
+/* Waits for a stage and decodes its unit. */
+template <class S>
+static __device__ __forceinline__ void decode(const consumer_pipeline *t,
+                                              const pipeline_state *slot, operand_unit *o) {
+    constexpr moq_nvfp4_type TYPE = S::type == AS_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
+    uint32_t at = (uint32_t)(slot->index * S::weight_bytes);
+    await(t, slot);
+    moq_packed_unit unit = {load_shared(t->codes + at), load_shared_pair(t->scales + at)};
+#pragma unroll
+    for (int s = 0; s < MOQ_PACK_GROUPS; s++)
+        moq_nvfp4_fragment<TYPE>((&unit.codes.x)[s],
+                                 moq_nvfp4_scales<TYPE>((&unit.scales.x)[s / 2], s % 2),
+                                 o->group[s]);
+}
+
+/* Adds the products of a stage's unit. */
+template <class S>
+static __device__ __forceinline__ void issue(const consumer_pipeline *t, const pipeline_state *slot,
+                                             const operand_unit *o, float (&sum)[S::T / 2]) {
+    uint64_t x = t->x + (uint32_t)(slot->index * (S::token_bytes / 16));
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < MOQ_PACK_GROUPS; s++) {
+        if constexpr (S::type == AS_BF16)
+            wgmma_bf16(sum, o->group[s], x + 2 * s);
+        else
+            wgmma_f16(sum, o->group[s], x + 2 * s);
+    }
+    wgmma_commit();
+}
+
+/* Issues the products of a stage, then waits for those of the stage before and releases it. */
+template <class S>
+static __device__ __forceinline__ void follow(const consumer_pipeline *t, pipeline_state *slot,
+                                              pipeline_state *before, bool first,
+                                              const operand_unit *o, float (&sum)[S::T / 2]) {
+    issue<S>(t, slot, o, sum);
+    if (!first) {
+        wgmma_wait<1>();
+        release<S>(t, before);
+    }
+    *before = *slot;
+    advance(slot, t->stages);
+}
+
+/* Adds the products of a tile's steps to the sums. */
+template <class S>
+static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int steps,
+                                                pipeline_state *slot, float (&sum)[S::T / 2]) {
+    operand_unit even, odd;
+    pipeline_state before = *slot;
+    decode<S>(t, slot, &even);
+#pragma unroll 1
+    for (int step = 0;; step += 2) {
+        follow<S>(t, slot, &before, step == 0, &even, sum);
+        if (step + 1 == steps)
+            break;
+        decode<S>(t, slot, &odd);
+        follow<S>(t, slot, &before, false, &odd, sum);
+        if (step + 2 == steps)
+            break;
+        decode<S>(t, slot, &even);
+    }
+    wgmma_wait<0>();
+    stay_here(sum);
+    release<S>(t, &before);
+}
+
+/* Runs a warpgroup's mainloop and epilogue. STREAM_K: blocks share a stream-K tail; without it the
+ * code is 2 % faster in layers of short K. */
+template <class S, bool STREAM_K>
 static __device__ __forceinline__ void consume(const gemm_args *a, const consumer_pipeline *t,
                                                tile_scales<S> *b, const output_path *path,
                                                int group, int rank) {
     pipeline_state slot = {0, 0};
     wait_for_predecessor();
-    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         tile_place at = place_of<S>(a, w.number, rank);
         float sum[S::T / 2] = {};
-        if (!SHARE_K || a->splits > 1 || w.end == a->steps) /* this block writes the outputs */
+        if (!STREAM_K || w.end == a->steps) /* this block writes the outputs */
             fetch_tile_scales<S>(a, b, &at, group);
         multiply<S>(t, w.end - w.first, &slot, sum);
-        if constexpr (!SHARE_K) {
-            write_boxes<S>(a, path, b, &at, group, sum, {0, S::T / CHUNK});
-            continue;
-        }
-        if (a->splits > 1) {
-            write_boxes<S>(a, path, b, &at, group, sum, add_splits<S>(a, group, sum));
-            return;
-        }
-        if (w.end < a->steps) {
+        if (STREAM_K && w.end < a->steps) {
             store_partial_sums<S>(a, group, sum);
             continue;
         }
-        if (w.first > 0)
+        if (STREAM_K && w.first > 0)
             add_partial_sums<S>(a, &w, group, sum);
-        write_boxes<S>(a, path, b, &at, group, sum, {0, S::T / CHUNK});
+        write_boxes<S>(a, path, b, &at, group, sum);
     }
 }
 
-template <class S, bool SHARE_K>
+template <class S, bool STREAM_K>
 static __global__ void __launch_bounds__(THREADS, 1)
     nvfp4_prefill(const __grid_constant__ CUtensorMap weights,
                   const __grid_constant__ CUtensorMap tokens,
@@ -88,7 +212,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     uint32_t first = fixed_shared_address(barrier), x = fixed_shared_address(smem);
     uint32_t room = x + args.stages * S::token_bytes; /* staged outputs */
     uint32_t units = room + 2 * S::T * 128;
-    int rank = S::pair ? (int)rank_in_cluster() % 2 : 0;
+    int rank = S::pair ? (int)rank_in_cluster() : 0;
     uint32_t full = first, empty = first + 8 * MAX_STAGES;
     launch_dependents();
     if (threadIdx.x % 32 == 0) { /* some in every warp: each takes 30 ns */
@@ -119,7 +243,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
                                own + moq_pack_scale_at(lane / 4, 0),
                                args.stages};
         output_path path = {&outputs, room + group * S::T * 128};
-        consume<S, SHARE_K>(&args, &t, &epilogue[group], &path, group, rank);
+        consume<S, STREAM_K>(&args, &t, &epilogue[group], &path, group, rank);
         if (threadIdx.x % 128 == 0)
             store_boxes_wait();
     } else {
@@ -130,10 +254,10 @@ static __global__ void __launch_bounds__(THREADS, 1)
             produce_units<S>(&args, &of_weights, &weights);
         else if (threadIdx.x == CONSUMERS + 32)
             produce_tokens<S>(&args, &of_tokens, &tokens);
-        else if (SHARE_K && args.splits == 0 && threadIdx.x >= CONSUMERS + 64)
+        else if (STREAM_K && threadIdx.x >= CONSUMERS + 64)
             announce<S>(&args, (int)threadIdx.x / 32 % 2);
     }
-    if (args.splits > 1 ? threadIdx.x >= CONSUMERS : S::pair) {
+    if (S::pair) {
         __syncwarp();
         cluster_sync(); /* the other block may still copy to this one */
     }
@@ -145,7 +269,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
 typedef struct {
     int token_bytes, weight_bytes;
     int epilogue;             /* bytes of static shared memory */
-    const void *kernel[2][2]; /* of bfloat16 and of float16; for whole tiles, for shared ones */
+    const void *kernel[2][2]; /* bfloat16 or float16; for whole tiles, with a stream-K tail */
 } variant;
 
 template <int T, moq_sharing SHARE> static variant variant_of(void) {
@@ -168,7 +292,7 @@ static_assert(ROWS == MOQ_NVFP4_PREFILL_ROWS && CHUNK == MOQ_NVFP4_PREFILL_CHUNK
 
 /* Counts the blocks of a call. Flags come first in its workspace, partial sums behind them. */
 static int64_t blocks_of(const moq_nvfp4_prefill_config *config) {
-    return config->workers * config->shape->blocks * (config->splits ? config->splits : 1);
+    return config->workers * config->shape->blocks;
 }
 
 static int64_t flag_bytes(const moq_nvfp4_prefill_config *config) {
@@ -202,12 +326,11 @@ static gemm_args args_of(const moq_linear_call *call, const moq_nvfp4_prefill_co
                    .tail_tiles = (int)config->tail_tiles,
                    .tail = stream_k_tail_of(config->tail_tiles, moq_pack_blocks(spec->in_features),
                                             config->workers),
-                   .splits = config->splits,
                    .out = moq_output_of(call),
                    .output_scale = call->output_scale};
     MOQ_ASSERT(a.stages >= 2); /* one is filled while another is multiplied */
     MOQ_ASSERT(config->row_tiles * config->columns <= INT32_MAX);
-    if (config->tail_tiles || config->splits) {
+    if (config->tail_tiles) {
         a.ready = (uint64_t *)call->workspace;
         a.handed = (float4 *)((char *)call->workspace + flag_bytes(config));
     }
@@ -216,7 +339,7 @@ static gemm_args args_of(const moq_linear_call *call, const moq_nvfp4_prefill_co
 
 extern "C" int64_t moq_cuda_nvfp4_prefill_workspace(const moq_linear_call *call) {
     moq_nvfp4_prefill_config config = moq_nvfp4_prefill_expand_config(call);
-    if (!config.tail_tiles && !config.splits)
+    if (!config.tail_tiles)
         return 0;
     return flag_bytes(&config) + blocks_of(&config) * config.shape->tokens * ROWS * 4;
 }
@@ -238,16 +361,15 @@ extern "C" moq_status moq_cuda_nvfp4_prefill(const moq_linear_call *call, moq_er
     if (a.boxed)
         MOQ_TRY(moq_tensor_map_rows(&outputs, call->y->data, call->m, spec->out_features * 2,
                                     call->y->stride[0] * 2, CHUNK, err));
-    int cluster = s->blocks * (config.splits ? config.splits : 1);
-    moq_launch launch = {
-        .what = "NVFP4 linear",
-        .kernel = v->kernel[x->dtype == MOQ_DT_F16][config.tail_tiles || config.splits],
-        .grid = dim3((unsigned)blocks_of(&config)),
-        .block = dim3(THREADS),
-        .cluster = cluster > 1 ? (unsigned)cluster : 0,
-        .shared = (size_t)(a.stages * (v->token_bytes + v->weight_bytes) + room_of(s)),
-        .stream = (cudaStream_t)call->stream,
-        .pdl = true};
+    moq_launch launch = {.what = "NVFP4 linear",
+                         .kernel = v->kernel[x->dtype == MOQ_DT_F16][config.tail_tiles > 0],
+                         .grid = dim3((unsigned)blocks_of(&config)),
+                         .block = dim3(THREADS),
+                         .cluster = s->blocks > 1 ? (unsigned)s->blocks : 0,
+                         .shared =
+                             (size_t)(a.stages * (v->token_bytes + v->weight_bytes) + room_of(s)),
+                         .stream = (cudaStream_t)call->stream,
+                         .pdl = true};
     void *parameters[] = {&weights, &tokens, &outputs, &a};
     return moq_cuda_launch(&launch, parameters, err);
 }

@@ -1,6 +1,5 @@
-/* NVFP4 prefill kernels on Hopper, exact (nvfp4_prefill.cu), with FP8 products
- * (nvfp4_fp8_prefill.cu) and of experts: tile, schedule, token copies, exact mainloop, split-K and
- * epilogue.
+/* NVFP4 prefill kernels on Hopper, exact (nvfp4_prefill.cu) and with FP8 products
+ * (nvfp4_fp8_prefill.cu): tile, partial sums and epilogue.
  *
  * W gives the 64 rows of wgmma, from registers, where packed codes (core/nvfp4_packed.h) become
  * operands; tokens give its columns. A tile is 128 rows of W by T tokens. A step is 128 bytes of a
@@ -17,7 +16,6 @@
 #include "cuda/device/nvfp4_decode.h"
 #include "cuda/device/nvfp4_fold.h"
 #include "cuda/device/ptx.h"
-#include "cuda/device/wgmma.h"
 #include "cuda/linear/sm90/gemm_scheduler.h"
 
 namespace moq::nvfp4_prefill {
@@ -46,7 +44,6 @@ typedef struct {
     bool apart;     /* tiles of different rows begin with different steps */
     int tail_tiles; /* tiles of the stream-K tail */
     stream_k_tail tail;
-    int splits;      /* split-K: blocks of a cluster that split a tile's K, or 0 */
     float4 *handed;  /* partial sums of blocks */
     uint64_t *ready; /* flags of the warpgroups that have stored theirs */
     const uint8_t *weight;
@@ -74,19 +71,17 @@ template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
     static constexpr int slabs = share_weights ? SLABS / 2 : SLABS; /* slabs that a block copies */
     static constexpr int token_bytes = T * 128, slab_bytes = units * MOQ_PACK_BYTES;
     static constexpr int weight_bytes = slabs * slab_bytes;
-    /* Threads that fold weights into e4m3, twice as many where that is faster
-     * (docs/lab/nvfp4-fp8.md), and registers of consumers and of folding threads. */
-    static constexpr bool twice = T < 128 || (T == 128 && SHARE == MOQ_ALONE);
-    static constexpr int folders = twice ? 256 : 128;
+    /* Threads that fold weights into e4m3, and registers of consumers and of folding threads. */
+    static constexpr int folders = 128;
     static constexpr bool full = T == 256 && !fast; /* registers are full of sums */
-    static constexpr int registers = twice ? 144 : full ? 224 : 216;
-    static constexpr int folder_registers = twice ? 64 : full ? 40 : 56;
+    static constexpr int registers = full ? 224 : 216;
+    static constexpr int folder_registers = full ? 40 : 56;
     /* Chunks of outputs that a warpgroup can stage: all of a tile, but two for a single block with
      * 256 tokens, whose stages leave less room; two are faster than four or six
      * (docs/lab/nvfp4-fp8.md). */
     static constexpr int rooms = quantized && T == 256 && !pair ? 2 : T / CHUNK;
     /* Token halves that are multiplied one after the other, and promoted sums of one. */
-    static constexpr int splits_of_tokens = T == 256 || (T == 128 && twice) ? 2 : 1;
+    static constexpr int splits_of_tokens = T == 256 ? 2 : 1;
     static constexpr int sums = T / 2 / splits_of_tokens;
 };
 
@@ -96,40 +91,7 @@ template <class S> struct tile_scales {
     float x[S::quantized ? S::T : 2];
 };
 
-/* Unit as a lane reads it: its vector of codes, and the scales of its rows. */
-typedef struct {
-    uint4 codes;
-    uint2 scales;
-} packed_unit;
-
-static __device__ __forceinline__ packed_unit load_unit(uint32_t unit) {
-    int lane = threadIdx.x % 32;
-    return {load_shared(unit + moq_pack_word_at(lane / 4, lane % 4, 0)),
-            load_shared_pair(unit + moq_pack_scale_at(lane / 4, 0))};
-}
-
-/* ---- the schedule ---- */
-
-/* Returns the schedule that a block begins with. Whether the blocks of a cluster split K is known
- * at run time here, unlike in gemm_scheduler.h. */
-template <class S> static __device__ __forceinline__ work begin(const gemm_args *a) {
-    int blocks = S::pair ? 2 : 1, tiles = a->row_tiles * a->columns;
-    if (a->splits > 1) {
-        int tile = (int)blockIdx.x / (blocks * a->splits), split = (int)rank_in_cluster() / blocks;
-        return {tile, tiles, tile + 1, a->steps * split / a->splits,
-                a->steps * (split + 1) / a->splits};
-    }
-    return work_of<S>(a, (int)blockIdx.x / blocks, (int)gridDim.x / blocks, tiles - a->tail_tiles);
-}
-
-/* Returns the step of a tile that a block copies first, the same for both blocks of a pair. Tiles
- * are staggered only with few tokens. */
-template <class S>
-static __device__ __forceinline__ int first_step_of(const gemm_args *a, const work *w) {
-    return a->apart ? first_step(w, place_of<S>(a, w->number, 0).row / ROWS) : w->first;
-}
-
-/* ---- token copies ---- */
+/* ---- producers ---- */
 
 /* Pipeline that a producer fills. */
 typedef struct {
@@ -137,33 +99,6 @@ typedef struct {
     uint32_t to;          /* address of the first stage */
     int stages, rank;
 } producer_pipeline;
-
-template <class S>
-static __device__ __forceinline__ void
-produce_tokens(const gemm_args *a, const producer_pipeline *p, const CUtensorMap *map) {
-    pipeline_state slot = {0, 0};
-    uint64_t keep = policy_evict_normal();
-    prefetch_map(map);
-    wait_for_predecessor();
-    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
-        int token = place_of<S>(a, w.number, p->rank).token;
-        int step = first_step_of<S>(a, &w);
-        for (int left = w.end - w.first; left > 0; left--, step = step_after(&w, step)) {
-            uint32_t full = p->full + 8u * slot.index;
-            uint32_t to = p->to + (uint32_t)(slot.index * S::token_bytes);
-            mbarrier_wait(p->empty + 8u * slot.index, slot.parity ^ 1);
-            mbarrier_expect(full, S::token_bytes);
-            if (S::share_tokens) {
-                int half = p->rank * (S::T / 2);
-                copy_box_2d_to(to + half * 128, map, step * 128, token + half, full, keep,
-                               (uint16_t)(3 << (rank_in_cluster() & ~1u)));
-            } else {
-                copy_box_2d(to, map, step * 128, token, full, keep);
-            }
-            advance(&slot, p->stages);
-        }
-    }
-}
 
 /* ---- epilogue operands ---- */
 
@@ -200,139 +135,25 @@ typedef struct {
     int first, end;
 } chunks;
 
-/* ---- exact mainloop: a warpgroup decodes a unit into operands in registers while the products of
- * the previous unit are under way ---- */
-
-/* Stages as a thread reads them. */
-typedef struct {
-    uint32_t full, empty;
-    uint64_t x;             /* operand in the first stage */
-    uint32_t codes, scales; /* addresses of this lane, in the first stage */
-    int stages;
-} consumer_pipeline;
-
-/* Operand of a unit in a thread: 4 registers for each group of 16 columns. */
-typedef struct {
-    uint32_t group[MOQ_PACK_GROUPS][4];
-} operand_unit;
-
-static __device__ __forceinline__ void await(const consumer_pipeline *t,
-                                             const pipeline_state *slot) {
-    mbarrier_wait(t->full + 8u * slot->index, slot->parity);
-}
-
-template <class S>
-static __device__ __forceinline__ void release(const consumer_pipeline *t,
-                                               const pipeline_state *slot) {
-    warp_releases<S::pair>(t->empty + 8u * slot->index, S::pair ? rank_in_cluster() & ~1u : 0);
-}
-
-/* Waits for a stage and decodes its unit. */
-template <class S>
-static __device__ __forceinline__ void decode(const consumer_pipeline *t,
-                                              const pipeline_state *slot, operand_unit *o) {
-    constexpr moq_nvfp4_type TYPE = S::type == AS_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
-    uint32_t at = (uint32_t)(slot->index * S::weight_bytes);
-    await(t, slot);
-    packed_unit unit = {load_shared(t->codes + at), load_shared_pair(t->scales + at)};
-#pragma unroll
-    for (int s = 0; s < MOQ_PACK_GROUPS; s++)
-        moq_nvfp4_fragment<TYPE>((&unit.codes.x)[s],
-                                 moq_nvfp4_scales<TYPE>((&unit.scales.x)[s / 2], s % 2),
-                                 o->group[s]);
-}
-
-/* Adds the products of a stage's unit. */
-template <class S>
-static __device__ __forceinline__ void issue(const consumer_pipeline *t, const pipeline_state *slot,
-                                             const operand_unit *o, float (&sum)[S::T / 2]) {
-    uint64_t x = t->x + (uint32_t)(slot->index * (S::token_bytes / 16));
-    wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < MOQ_PACK_GROUPS; s++) {
-        if constexpr (S::type == AS_BF16)
-            wgmma_bf16(sum, o->group[s], x + 2 * s);
-        else
-            wgmma_f16(sum, o->group[s], x + 2 * s);
-    }
-    wgmma_commit();
-}
-
-/* Issues the products of a stage, then waits for those of the stage before and releases it. */
-template <class S>
-static __device__ __forceinline__ void follow(const consumer_pipeline *t, pipeline_state *slot,
-                                              pipeline_state *before, bool first,
-                                              const operand_unit *o, float (&sum)[S::T / 2]) {
-    issue<S>(t, slot, o, sum);
-    if (!first) {
-        wgmma_wait<1>();
-        release<S>(t, before);
-    }
-    *before = *slot;
-    advance(slot, t->stages);
-}
-
-/* Adds the products of a tile's steps to the sums. */
-template <class S>
-static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int steps,
-                                                pipeline_state *slot, float (&sum)[S::T / 2]) {
-    operand_unit even, odd;
-    pipeline_state before = *slot;
-    decode<S>(t, slot, &even);
-#pragma unroll 1
-    for (int step = 0;; step += 2) {
-        follow<S>(t, slot, &before, step == 0, &even, sum);
-        if (step + 1 == steps)
-            break;
-        decode<S>(t, slot, &odd);
-        follow<S>(t, slot, &before, false, &odd, sum);
-        if (step + 2 == steps)
-            break;
-        decode<S>(t, slot, &even);
-    }
-    wgmma_wait<0>();
-    stay_here(sum);
-    release<S>(t, &before);
-}
-
-/* ---- partial sums of tiles whose K several blocks share, exchanged through the L2: sent from
- * block to block of a cluster they take as long (docs/lab/nvfp4-prefill.md)
- *
- * Split-K: the blocks of a cluster have a split each; every block stores the sums that it does not
- * own and adds the others' to those it owns. Stream-K: a block may have the first steps of a tile
- * and a later one the last, which adds all of the tile's sums. Partial sums are
- * [blocks][warpgroups][eights of tokens][threads], always added in one order. ---- */
+/* ---- stream-K tail: a block may have the first steps of a tile and a later one the last, which
+ * adds all of the tile's sums. Partial sums are exchanged through the L2 as
+ * [blocks][warpgroups][eights of tokens][threads], always added in one order ---- */
 
 template <class S>
 static __device__ __forceinline__ float4 *sums_of(const gemm_args *a, int block, int group) {
     return a->handed + (int64_t)(block * 2 + group) * (S::T / 8 * 128) + threadIdx.x % 128;
 }
 
-/* Stores all sums but those that the block owns. */
+/* Adds another block's sums. */
 template <class S>
-static __device__ __forceinline__ void hand_over(float4 *to, const float (&sum)[S::T / 2],
-                                                 chunks own) {
-#pragma unroll
-    for (int j = 0; j < S::T / 8; j++)
-        if (j * 8 / CHUNK < own.first || j * 8 / CHUNK >= own.end)
-            __stcg(to + j * 128,
-                   make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
-}
-
-/* Adds another block's sums to those that this one owns. */
-template <class S>
-static __device__ __forceinline__ void add(const float4 *from, float (&sum)[S::T / 2], chunks own) {
+static __device__ __forceinline__ void add(const float4 *from, float (&sum)[S::T / 2]) {
     constexpr int AT_ONCE = 16;
 #pragma unroll
     for (int first = 0; first < S::T / 8; first += AT_ONCE) {
         float4 other[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            int chunk = (first + i) * 8 / CHUNK;
-            other[i] = make_float4(0, 0, 0, 0);
-            if (chunk >= own.first && chunk < own.end)
-                other[i] = __ldcg(from + (first + i) * 128);
-        }
+        for (int i = 0; i < AT_ONCE; i++)
+            other[i] = __ldcg(from + (first + i) * 128);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             int j = first + i;
@@ -344,30 +165,6 @@ static __device__ __forceinline__ void add(const float4 *from, float (&sum)[S::T
     }
 }
 
-/* ---- split-K ---- */
-
-/* Returns the chunks of tokens that a split adds up. */
-template <class S> static __device__ __forceinline__ chunks chunks_of(int split, int splits) {
-    constexpr int ALL = S::T / CHUNK;
-    return {(split * ALL + splits - 1) / splits, ((split + 1) * ALL + splits - 1) / splits};
-}
-
-template <class S>
-static __device__ __forceinline__ chunks add_splits(const gemm_args *a, int group,
-                                                    float (&sum)[S::T / 2]) {
-    int blocks = S::pair ? 2 : 1, rank = (int)rank_in_cluster(), split = rank / blocks;
-    chunks own = chunks_of<S>(split, a->splits);
-    hand_over<S>(sums_of<S>(a, (int)blockIdx.x, group), sum, own);
-    cluster_sync();
-    int first = (int)blockIdx.x - split * blocks;
-    for (int other = 0; other < a->splits; other++)
-        if (other != split)
-            add<S>(sums_of<S>(a, first + other * blocks, group), sum, own);
-    return own;
-}
-
-/* ---- stream-K tail ---- */
-
 static __device__ __forceinline__ uint64_t *flag_of(const gemm_args *a, int block, int group) {
     return a->ready + block * 2 + group;
 }
@@ -377,13 +174,17 @@ static __device__ __forceinline__ uint64_t *flag_of(const gemm_args *a, int bloc
 template <class S>
 static __device__ __forceinline__ void store_partial_sums(const gemm_args *a, int group,
                                                           const float (&sum)[S::T / 2]) {
-    hand_over<S>(sums_of<S>(a, (int)blockIdx.x, group), sum, {0, 0});
+    float4 *to = sums_of<S>(a, (int)blockIdx.x, group);
+#pragma unroll
+    for (int j = 0; j < S::T / 8; j++)
+        __stcg(to + j * 128,
+               make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
     barrier_arrive(4 + group, 128 + 32);
 }
 
 /* Announces a block's partial sums when they are stored, in a warp of its own. */
 template <class S> static __device__ __forceinline__ void announce(const gemm_args *a, int group) {
-    for (work w = begin<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
+    for (work w = start<S>(a); has_steps(&w); next_tile<S>(a, &w)) {
         if (w.end == a->steps)
             continue;
         barrier_sync(4 + group, 128 + 32);
@@ -402,7 +203,7 @@ static __device__ __forceinline__ void add_partial_sums(const gemm_args *a, cons
         await_sums(flag_of(a, (int)blockIdx.x - (i + 1) * blocks, group));
     barrier_sync(2 + group, 128);
     for (int i = 1; i <= others; i++)
-        add<S>(sums_of<S>(a, (int)blockIdx.x - i * blocks, group), sum, {0, S::T / CHUNK});
+        add<S>(sums_of<S>(a, (int)blockIdx.x - i * blocks, group), sum);
 }
 
 /* ---- epilogue: outputs are staged in shared memory and leave by bulk tensor stores under the
@@ -471,7 +272,8 @@ static __device__ __forceinline__ void store_staged(const gemm_args *a, uint32_t
 template <class S>
 static __device__ __forceinline__ void write_boxes(const gemm_args *a, const output_path *path,
                                                    const tile_scales<S> *b, const tile_place *at,
-                                                   int group, const float *sum, chunks part) {
+                                                   int group, const float *sum) {
+    static_assert(S::T % (TOGETHER * CHUNK) == 0, "all chunks leave together with others");
     int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
     int row = at->row + group * 64, own = warp * 16 + lane / 4;
     float factor[2], bias[2];
@@ -487,8 +289,6 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const out
     }
 #pragma unroll
     for (int chunk = 0; chunk < S::T / CHUNK; chunk++) {
-        if (chunk < part.first || chunk >= part.end)
-            continue;
         if (chunk >= S::rooms && chunk % TOGETHER == 0) {
             if (thread == 0)
                 store_boxes_wait(); /* earlier chunks of this tile have left */
@@ -497,9 +297,9 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const out
         stage_outputs<S>(a, path->room + chunk % S::rooms * TURN_BYTES,
                          b->x + S::quantized * chunk * CHUNK, sum + chunk * (CHUNK / 2), factor,
                          bias);
-        if ((chunk + 1) % TOGETHER != 0 && chunk + 1 != part.end)
+        if ((chunk + 1) % TOGETHER != 0)
             continue;
-        chunks some = {max(chunk - chunk % TOGETHER, part.first), chunk + 1};
+        chunks some = {chunk - chunk % TOGETHER, chunk + 1};
         uint32_t room =
             path->room - chunk / S::rooms * (S::rooms * TURN_BYTES); /* room of the first chunk */
         fence_async_proxy();

@@ -20,13 +20,12 @@ typedef struct {
     int tokens, blocks; /* of a tile; that share its tokens */
 } moq_nvfp4_prefill_shape;
 
-/* How a call is done. Workers are blocks or pairs of them, or clusters. */
+/* How a call is done. Workers are blocks or pairs of them. */
 typedef struct {
     const moq_nvfp4_prefill_shape *shape;
     int index; /* of the shape */
     int64_t row_tiles, columns, workers;
     int64_t tail_tiles; /* tiles that are shared evenly */
-    int splits;         /* of K, or 0 */
 } moq_nvfp4_prefill_config;
 
 /* Expands the call's config. */

@@ -610,7 +610,7 @@ static bool can_run_fp8(const moq_moe_spec *spec, int64_t tokens, char *reason, 
     return false;
 }
 
-/* Entries of fp8.cu and nvfp4.cu. */
+/* Entries of launch.cu. */
 MOQ_ENTRY moq_status moq_cuda_moe_fp8_decode(const moq_moe_call *call, moq_err *err);
 MOQ_ENTRY int64_t moq_cuda_moe_fp8_decode_workspace(const moq_moe_call *call);
 MOQ_ENTRY moq_status moq_cuda_moe_nvfp4_decode(const moq_moe_call *call, moq_err *err);

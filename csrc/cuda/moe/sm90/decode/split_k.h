@@ -52,18 +52,6 @@ typedef struct {
     uint32_t staged;      /* barriers of the partial sums */
 } split_share;
 
-/* Returns n / d->by for n below 2^31. */
-static __device__ __forceinline__ int divide(int n, const divisor *d) {
-    int quotient = (int)__umulhi((uint32_t)n, d->inverse); /* at most one too small */
-    return quotient + (n - quotient * d->by >= d->by);
-}
-
-/* A stage to multiply: its offset, its barrier, and its number among the warp's. */
-typedef struct {
-    uint32_t at, bar;
-    int parity, number;
-} split_stage;
-
 /* An item: a row of slabs, and the chunk. */
 typedef struct {
     int row, chunk;
@@ -221,23 +209,6 @@ multiply_slab(const warp_state *p, const split_share *s, lane_feed<F> *f,
         advance(place, p->a->stages);
         ++*number;
     }
-}
-
-/* ---- x ---- */
-
-/* Finds the lane's column of a chunk. */
-template <class F, bool UP>
-static __device__ __forceinline__ column column_of_chunk(const warp_state *p, uint32_t chunk) {
-    column c = {};
-    c.chunk = chunk;
-    c.place = first_of_chunk(chunk) + min(p->lane / 4, slots_of_chunk(chunk) - 1);
-    int slot = p->t.sorted[c.place];
-    int64_t row = UP ? slot / p->a->route.top_k : slot;
-    c.row = (const uint8_t *)p->a->x + 2 * row * p->a->x_stride;
-    if (UP && p->a->weights_on_input)
-        c.weight = p->weight[slot];
-    c.scale = F::scale_of_column(p, &c);
-    return c;
 }
 
 /* ---- partial sums of a group ---- */
@@ -452,74 +423,6 @@ static __global__ void __launch_bounds__(THREADS, 2)
         if (n < common->w.rows)
             a->d[(int64_t)p.t.sorted[of] * common->w.rows + n] = value;
     });
-}
-
-/* ---- the sum over slots ---- */
-
-#define SUM_THREADS 256
-
-/* Writes y of a token's columns from d, added in the order of slots. */
-template <moq_dtype DT>
-static __global__ void __launch_bounds__(SUM_THREADS)
-    moe_decode_sum(const __grid_constant__ down_args args) {
-    __shared__ float weight[MOQ_MOE_TOP_K];
-    __shared__ bool counts[MOQ_MOE_TOP_K];
-    const down_args *a = &args;
-    const routing *r = &args.common.route;
-    int first = (int)blockIdx.x * r->top_k, lane = (int)threadIdx.x;
-    launch_dependents();
-    /* Ids, map and weights were complete before the first of the three kernels started. */
-    if (lane < r->top_k) {
-        counts[lane] = expert_of_slot(r, first + lane) >= 0;
-        weight[lane] = a->common.weighted ? weight_of_slot(r, first + lane) : 1.0f;
-    }
-    __syncthreads();
-    wait_for_predecessor();
-    int rows = a->common.w.rows, n = (int)blockIdx.y * SUM_THREADS + lane;
-    if (n >= rows)
-        return;
-    int64_t at = blockIdx.x * a->y_stride + n;
-    const float *d = a->d + (int64_t)first * rows + n;
-    float sum = a->accumulate ? moq_load_one(a->y, at, DT) : 0;
-#pragma unroll 8
-    for (int j = 0; j < r->top_k; j++)
-        if (counts[j])
-            sum = __fadd_rn(sum, __fmul_rn(weight[j], d[(int64_t)j * rows]));
-    ((uint16_t *)a->y)[at] = (uint16_t)moq_narrow_pair(DT, sum, 0);
-}
-
-static inline moq_status launch_sum(const moq_moe_call *call, down_args *down, moq_err *err) {
-    unsigned blocks = (unsigned)((down->common.w.rows + SUM_THREADS - 1) / SUM_THREADS);
-    moq_launch launch = {.what = "the sum over slots",
-                         .kernel = call->spec->w13.dtype == MOQ_DT_F16
-                                       ? (const void *)moe_decode_sum<MOQ_DT_F16>
-                                       : (const void *)moe_decode_sum<MOQ_DT_BF16>,
-                         .grid = dim3((unsigned)call->tokens, blocks),
-                         .block = dim3(SUM_THREADS),
-                         .stream = (cudaStream_t)call->stream,
-                         .pdl = true};
-    void *parameters[] = {down};
-    return moq_cuda_launch(&launch, parameters, err);
-}
-
-static inline divisor divisor_of(int by) {
-    divisor d = {by, 0xffffffffu / (uint32_t)by};
-    return d;
-}
-
-/* Launches both kernels, or with split-K all three. */
-static inline moq_status launch_all(const moq_moe_call *call, const moq_moe_decode_share *share,
-                                    const char *what, const void *up_kernel, up_args *up,
-                                    const void *down_kernel, down_args *down, moq_err *err) {
-    up->common.by_blocks = divisor_of(share->up.grid);
-    up->common.by_items = divisor_of(up->common.pairs);
-    down->common.by_blocks = divisor_of(share->down.grid);
-    down->common.by_items = divisor_of((down->slabs + share->down.slabs - 1) / share->down.slabs);
-    up->common.by_stages = divisor_of(share->up.pieces);
-    down->common.by_stages = divisor_of(share->down.pieces);
-    MOQ_TRY(launch_kernel(call, &share->up, THREADS, what, up_kernel, up, err));
-    MOQ_TRY(launch_kernel(call, &share->down, THREADS, what, down_kernel, down, err));
-    return share->down.split ? launch_sum(call, down, err) : MOQ_OK;
 }
 
 } // namespace moq::moe_decode

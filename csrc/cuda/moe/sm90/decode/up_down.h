@@ -7,7 +7,7 @@
  *
  * Layouts: x [tokens, H], g [slots, I] and y [tokens, H], bfloat16 or float16; W13 and W2 as a
  * format F has them, in slabs of 16 rows by blocks of K. Tile: 1 or 2 slabs by up to 8 slots of an
- * expert, eight warps, two blocks a multiprocessor.
+ * expert, 2 in `down`; eight warps, two blocks a multiprocessor.
  *
  * Bound: reading the weights of experts that have a slot, once for up to 8 slots. At one token the
  * bound is latency: kernel start, from ids to the first weight, from one kernel to the next. So:
@@ -23,13 +23,12 @@
  *   while `up` still works, and waits only before it reads g.
  *
  * A format F defines the weights of a stage, a lane's columns of x in a stage, and the products:
- * fp8.cu and nvfp4.cu have one each. */
+ * fp8_format.h and nvfp4_format.h have one each. */
 #ifndef MOQ_CUDA_MOE_SM90_DECODE_UP_DOWN_H
 #define MOQ_CUDA_MOE_SM90_DECODE_UP_DOWN_H
 
 #include "cuda/moe/expert_activation.h"
 #include "cuda/moe/sm90/decode/scheduler.h"
-#include "cuda/runtime/launch.h"
 
 namespace moq::moe_decode {
 
@@ -52,6 +51,12 @@ typedef struct {
     int by;
     uint32_t inverse;
 } divisor;
+
+/* Returns n / d->by for n below 2^31. */
+static __device__ __forceinline__ int divide(int n, const divisor *d) {
+    int quotient = (int)__umulhi((uint32_t)n, d->inverse); /* at most one too small */
+    return quotient + (n - quotient * d->by >= d->by);
+}
 
 /* Arguments that both kernels share. */
 typedef struct {
@@ -119,6 +124,12 @@ typedef struct {
     float scale;    /* scale that quantizes x, if an expert has one and it was loaded early */
 } column;
 
+/* A stage to multiply where K is split at compile time: its offset, its barrier, and its number. */
+typedef struct {
+    uint32_t at, bar;
+    int parity, number;
+} split_stage;
+
 /* The next stage to fill; the format defines the target. */
 template <class F> struct feed {
     walk at;
@@ -177,6 +188,21 @@ static __device__ __forceinline__ column column_of(const warp_state *p, const wa
     c.row = (const uint8_t *)p->a->x + 2 * row * p->a->x_stride;
     if (UP && p->a->weights_on_input)
         c.weight = p->weight[slot];
+    return c;
+}
+
+/* Finds the lane's column of a chunk, with the scale that quantizes it. */
+template <class F, bool UP>
+static __device__ __forceinline__ column column_of_chunk(const warp_state *p, uint32_t chunk) {
+    column c = {};
+    c.chunk = chunk;
+    c.place = first_of_chunk(chunk) + min(p->lane / 4, slots_of_chunk(chunk) - 1);
+    int slot = p->t.sorted[c.place];
+    int64_t row = UP ? slot / p->a->route.top_k : slot;
+    c.row = (const uint8_t *)p->a->x + 2 * row * p->a->x_stride;
+    if (UP && p->a->weights_on_input)
+        c.weight = p->weight[slot];
+    c.scale = F::scale_of_column(p, &c);
     return c;
 }
 
@@ -579,94 +605,28 @@ static __global__ void __launch_bounds__(THREADS, 2)
     combine<F>(a, &p, given, p.slab * SLAB + rank * (F::slabs * SLAB >> a->log_cluster));
 }
 
-/* ---- launch ---- */
+/* ---- launch (launch.cu) ---- */
 
-static inline routing routing_of(const moq_moe_call *call, const moq_moe_decode_half *half) {
-    routing r = {};
-    r.ids = moe::slot_tensor_of(call->ids);
-    r.weights = moe::slot_tensor_of(call->weights);
-    r.map = call->expert_map;
-    r.global_experts = call->spec->global_experts;
-    r.experts = call->spec->experts;
-    r.top_k = call->spec->top_k;
-    r.slots = (int)(call->tokens * call->spec->top_k);
-    r.at = half->tables;
-    return r;
+static inline divisor divisor_of(int by) {
+    divisor d = {by, 0xffffffffu / (uint32_t)by};
+    return d;
 }
 
-/* Fills the arguments, except blocks, bytes and the map, which depend on the format. */
-static inline common_args common_of(const moq_moe_call *call, const moq_moe_decode_half *half,
-                                    const moq_linear_spec *layer, const moq_moe_weight *w) {
-    common_args c = {};
-    c.route = routing_of(call, half);
-    c.w.weight = w->weight;
-    c.w.weight_scale = w->weight_scale;
-    c.w.output_scale = w->output_scale;
-    c.w.bias = w->bias;
-    c.w.input_scale = w->input_scale;
-    c.w.rows = (int)layer->out_features;
-    c.w.columns = (int)layer->in_features;
-    c.w.partition_count = layer->partition_count;
-    c.w.partition_blocks = (int)((layer->partition[0] + 127) / 128);
-    c.pairs = (int)(call->spec->w2.in_features / SLAB);
-    c.maxima = (float *)((uint8_t *)call->workspace +
-                         moq_moe_decode_inner_bytes(call->spec, call->tokens));
-    c.stages = half->stages;
-    c.log_splits = half->log_splits;
-    c.flight = half->flight;
-    c.staged_at = half->staged_at;
-    c.scales_at = half->scales_at;
-    c.weights_at = half->weights_at;
-    c.weights_on_input = call->weights_on_input;
-    return c;
-}
+/* Fill the arguments, except blocks, bytes and maps, which depend on the format. */
+up_args up_of(const moq_moe_call *call, const moq_moe_decode_share *share);
+down_args down_of(const moq_moe_call *call, const moq_moe_decode_share *share);
 
-static inline up_args up_of(const moq_moe_call *call, const moq_moe_decode_share *share) {
-    up_args a = {};
-    a.common = common_of(call, &share->up, &call->spec->w13, &call->w13);
-    a.common.x = call->x->data;
-    a.common.x_stride = call->x->stride[0];
-    a.common.weighted = call->weights_on_input;
-    a.activation = moe::activation_of(call->spec);
-    a.g = call->workspace;
-    a.inner = (int)call->spec->w2.in_features;
-    return a;
-}
+/* Launches both kernels, or with split-K all three. */
+moq_status launch_all(const moq_moe_call *call, const moq_moe_decode_share *share, const char *what,
+                      const void *up_kernel, up_args *up, const void *down_kernel, down_args *down,
+                      moq_err *err);
 
-static inline down_args down_of(const moq_moe_call *call, const moq_moe_decode_share *share) {
-    down_args a = {};
-    a.common = common_of(call, &share->down, &call->spec->w2, &call->w2);
-    a.common.x = call->workspace;
-    a.common.x_stride = call->spec->w2.in_features;
-    a.y = call->y->data;
-    a.y_stride = call->y->stride[0];
-    a.tokens = (int)call->tokens;
-    a.slabs = (a.common.w.rows + SLAB - 1) / SLAB;
-    while (1 << a.log_cluster < share->down.cluster)
-        a.log_cluster++;
-    a.sums_at = share->down.sums_at;
-    a.common.weighted = !call->weights_on_input;
-    a.accumulate = call->accumulate;
-    a.d = (float *)((uint8_t *)call->workspace + moq_moe_decode_sums_at(call->spec, call->tokens));
-    return a;
-}
+/* Launches the kernel that adds the slots of a token behind those with split-K (slot_sum.cu). */
+moq_status launch_sum(const moq_moe_call *call, const down_args *down, moq_err *err);
 
-/* Launches a kernel on the grid of a moq_moe_decode_half or moq_moe_fused. */
-template <class GEOMETRY>
-static inline moq_status launch_kernel(const moq_moe_call *call, const GEOMETRY *g, int threads,
-                                       const char *what, const void *kernel, void *args,
-                                       moq_err *err) {
-    moq_launch launch = {.what = what,
-                         .kernel = kernel,
-                         .grid = dim3((unsigned)g->grid),
-                         .block = dim3((unsigned)threads),
-                         .cluster = g->cluster > 1 ? (unsigned)g->cluster : 0,
-                         .shared = (size_t)g->shared,
-                         .stream = (cudaStream_t)call->stream,
-                         .pdl = true};
-    void *parameters[] = {args};
-    return moq_cuda_launch(&launch, parameters, err);
-}
+/* Launch the kernels of a call without fused up and down (fp8.cu, nvfp4.cu). */
+moq_status launch_fp8(const moq_moe_call *call, const moq_moe_decode_share *share, moq_err *err);
+moq_status launch_nvfp4(const moq_moe_call *call, const moq_moe_decode_share *share, moq_err *err);
 
 } // namespace moq::moe_decode
 

@@ -1,7 +1,7 @@
 /* FP8 experts for prefill on Hopper: rows of codes by the experts' W, with per-tensor or per-token
  * scales in small tiles, and with scales of 128 columns in all. fp8_large.cu has large tiles
  * without such scales. Products are those of the linears
- * (cuda/linear/sm90/fp8_prefill_mainloop.h): 128 columns at a time, added to float32 sums.
+ * (cuda/linear/sm90/fp8_products.h): 128 columns at a time, added to float32 sums.
  *
  * Layouts: W e4m3 [E, N, K] as prepared; rows e4m3 [rows, K], sorted by expert; g and d as in
  * fp8_epilogue.h. Tile: 256 rows of W by up to 64 or 128 rows of tokens. A step is 128 columns, 32
@@ -34,20 +34,21 @@
  * (acquire), and all of that before the copies, which are of another proxy (fence.proxy.async, by
  * the thread that looks and copies). Copies of rows behind the tile's, and of their scales, may
  * bring anything: they go to columns of products that are never written. */
-#include "cuda/linear/sm90/fp8_prefill_mainloop.h"
+#include "cuda/linear/sm90/fp8_products.h"
 #include "cuda/moe/sm90/prefill/fp8_epilogue.h"
 #include "cuda/moe/sm90/prefill/fp8_mainloop.h"
 #include "cuda/moe/sm90/prefill/gemm.h"
-#include "cuda/moe/sm90/prefill/prefill.h"
-#include "cuda/moe/sm90/prefill/prefill_config.h"
+#include "cuda/runtime/tensor_map.h"
 
 namespace moq::moe_prefill {
 
 /* Shape of tiles of up to MOST rows of tokens, of which N are multiplied. */
-template <bool GROUPS, int MOST, int N>
-struct fp8_shape : fp8_prefill::tile<MOQ_WEIGHTS_FIRST, N, 2, MOQ_ALONE, GROUPS, false> {
-    static constexpr bool large = MOST > 64;
-    static constexpr int warpgroups = 2;
+template <bool GROUPS, int MOST, int N> struct fp8_shape {
+    static constexpr bool large = MOST > 64, groups = GROUPS;
+    static constexpr bool tokens_first = false, by_steps = false, pair = false;
+    static constexpr int warpgroups = 2, T = N, WAVES = 2, stride = 1;
+    static constexpr bool two_sets = WAVES * T <= 128; /* as registers allow */
+    static constexpr float unit = 1.0f;
     static constexpr int tokens = MOST, stage = (4 * WAVE_ROWS + MOST) * 128, box_rows = MOST / 4;
     static constexpr int at_once = N > OUT_TOKENS ? N / 2 : N; /* tokens of an epilogue step */
     static constexpr int all_bytes = stage + (GROUPS ? MOST * 4 : 0);
@@ -246,11 +247,10 @@ static __global__ void __launch_bounds__(128 * (S::warpgroups + 1), 1)
     if (warp < 8) {
         more_registers<232>();
         int group = warp / 4;
-        tile_maker m = {{{b.weights, b.rows, b.empty},
+        tile_maker m = {{b.weights, b.rows, b.empty,
                          wgmma_operand(pipeline + group * (2 * WAVE_ROWS * 128)),
                          wgmma_operand(pipeline + 4 * WAVE_ROWS * 128),
-                         (const float *)(smem + a.stages * S::stage),
-                         a.stages},
+                         (const float *)(smem + a.stages * S::stage), a.stages},
                         epilogue,
                         {NULL, room + group * OUT_ROOM, most},
                         {0, 0},
@@ -299,7 +299,7 @@ static int writers_of_g(const moe::expert_product *p) {
     return 8 * (int)((p->call->spec->w2.in_features + columns - 1) / columns);
 }
 
-static moq_status multiply_fp8(const moe::expert_product *p, moq_err *err) {
+moq_status multiply_fp8(const moe::expert_product *p, moq_err *err) {
     bool groups = p->rows->format == moe::ROWS_GROUP, narrow = p->tile_rows == 64;
     if (!groups && !narrow)
         return multiply_fp8_large(p, err);
@@ -307,69 +307,17 @@ static moq_status multiply_fp8(const moe::expert_product *p, moq_err *err) {
                 : narrow ? variant_of<true, 64>()
                          : variant_of<true, 128>();
     int64_t k = p->spec->in_features, n = p->spec->out_features;
-    moq_cuda_device device;
+    int limit;
     CUtensorMap weights, rows;
-    MOQ_TRY(moq_cuda_query_device(p->spec->device.index, &device, err));
+    MOQ_TRY(find_shared_limit(p, &limit, err));
     gemm_args a = fp8_args_of(p);
     a.writers = writers_of_g(p);
-    int shared = smem_layout(&a, v.stage, device.shared_per_block);
+    int shared = smem_layout(&a, v.stage, limit);
     MOQ_TRY(
         moq_tensor_map_pairs(&weights, p->weight->weight, p->call->spec->experts * n, k, k, err));
     MOQ_TRY(
         moq_tensor_map_rows(&rows, p->rows->data, p->most_rows, k, k, (uint32_t)v.box_rows, err));
     return launch(p, v.kernel[use_of(p)], &a, shared, &weights, &rows, 2, false, err);
 }
-
-/* ---- the pipeline's hooks ---- */
-
-/* Returns the tiles. Large ones come in pairs that share weights, unless rows have scales of groups
- * (docs/lab/experts-prefill.md). */
-static moe::row_tiling tiling_of(const moq_moe_call *call, double) {
-    bool groups = fp8_format(&call->spec->w13) == moe::ROWS_GROUP;
-    int rows = moq_moe_fp8_tile_rows(call->spec, moq_tiling_row(call->config.tiling));
-    return {rows, groups ? MOQ_MOE_PREFILL_ALIGN : 1, rows > 64 && !groups};
-}
-
-/* True if a slot's weight or expert changes its x before it is quantized. */
-static bool has_own_x(const moq_moe_call *call) {
-    return call->weights_on_input || call->w13.pre_quant_scale;
-}
-
-static moq_status load_x(const moe::slot_chunk *chunk, moe::expert_product *p, moe::expert_rows *x,
-                         moq_err *err) {
-    if (has_own_x(chunk->call))
-        return moe::make_rows_of_x(chunk, p->groups, x, err);
-    p->early = true;
-    return make_rows_of_tokens(chunk, p->groups, x, p->written, err);
-}
-
-static int64_t u_bytes(const moq_moe_call *call) {
-    const moq_linear_spec *w2 = &call->spec->w2;
-    if (g_format_of(call->spec) != G_VALUES)
-        return 0;
-    return moe::row_bytes(moe::ROWS_VALUES, w2->dtype, w2->in_features);
-}
-
-static moq_status load_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
-                         const void *u, const moe::expert_rows *g, moq_err *err) {
-    return chunk->call->w2.pre_quant_scale ? moe::make_rows_of_g(chunk, groups, u, g, err)
-                                           : make_codes_of_g(chunk, groups, u, g, err);
-}
-
-/* True if the second product may start while the first one runs (head of this file). Tiles have to
- * be small, as memory then bounds both products and the first one ends unevenly. No kernel may make
- * codes of g between them. There have to be more tiles of rows than go together, as those end
- * together and leave nothing to start beside. Kernels have to overlap: otherwise counting costs up
- * to 2.5 % (docs/lab/experts-prefill.md). */
-static bool links_products(const moe::slot_chunk *chunk) {
-    const moq_moe_call *call = chunk->call;
-    return chunk->tile_rows == 64 && !has_own_x(call) && u_bytes(call) == 0 &&
-           moe::most_tiles(chunk) > MOQ_MOE_PREFILL_TOGETHER && moq_cuda_overlaps();
-}
-
-static const moe::expert_kernels FP8_PREFILL = {
-    fp8_format, tiling_of, multiply_fp8, load_x, u_bytes, load_g, links_products, true, true};
-
-MOQ_EXPERTS_ENTRY(fp8_prefill, FP8_PREFILL)
 
 } // namespace moq::moe_prefill

@@ -14,6 +14,7 @@
 #include "cuda/moe/sm90/prefill/fp8_epilogue.h"
 #include "cuda/moe/sm90/prefill/fp8_mainloop.h"
 #include "cuda/moe/sm90/prefill/gemm.h"
+#include "cuda/runtime/tensor_map.h"
 
 namespace moq::moe_prefill {
 
@@ -25,7 +26,7 @@ namespace moq::moe_prefill {
 
 /* Shape of large tiles of which N columns are multiplied. */
 template <int N> struct large_tile {
-    static constexpr bool groups = false, pair = true;
+    static constexpr bool groups = false;
     static constexpr int warpgroups = 2, T = N;
     static constexpr int tokens = 136, box_rows = 24, stage = 6 * box_rows * 128;
     static constexpr int at_once = N > 128 ? 48 : N > OUT_TOKENS ? N / 2 : N;
@@ -33,6 +34,18 @@ template <int N> struct large_tile {
 };
 
 typedef large_tile<136> largest;
+
+/* ---- tiles ---- */
+
+/* Returns the pairs of tiles of a pair of blocks, after the predecessor has ended. */
+static __device__ __forceinline__ tile_queue tiles_of_block(const gemm_args *a) {
+    return {(int)blockIdx.x / 2, a->count[1] / 2 * a->row_tiles, (int)gridDim.x / 2};
+}
+
+static __device__ __forceinline__ place place_at(const gemm_args *a, int number) {
+    int tile = number / a->row_tiles, along = number - tile * a->row_tiles;
+    return {a->tiles[2 * tile + (int)rank_in_cluster()], along};
+}
 
 /* ---- pipelines ---- */
 
@@ -75,8 +88,8 @@ static __device__ __forceinline__ void produce_half(const gemm_args *a, const CU
     prefetch_map(map);
     if (!a->early)
         wait_for_predecessor();
-    for (tile_queue q = tiles_of_block<largest>(a); q.number < q.end; q.number += q.stride) {
-        place p = place_at<largest>(a, q.number);
+    for (tile_queue q = tiles_of_block(a); q.number < q.end; q.number += q.stride) {
+        place p = place_at(a, q.number);
         int row = p.rows.expert * a->height + row_of_wave<largest, USE>(a, p.along, group, rank);
         for (int step = 0; step < a->steps; step++) {
             uint32_t own = full + 8u * slot.index;
@@ -93,8 +106,8 @@ static __device__ __forceinline__ void produce_tokens(const gemm_args *a, const 
     pipeline_state slot = {0, 0};
     prefetch_map(r->map);
     wait_for_predecessor();
-    for (tile_queue q = tiles_of_block<largest>(a); q.number < q.end; q.number += q.stride) {
-        place p = place_at<largest>(a, q.number);
+    for (tile_queue q = tiles_of_block(a); q.number < q.end; q.number += q.stride) {
+        place p = place_at(a, q.number);
         copy_rows<largest>(a, r, 0, &p, &slot);
     }
 }
@@ -160,7 +173,7 @@ typedef struct {
 
 /* Returns the place of the queue's next tile, or of its last one. */
 static __device__ __forceinline__ place place_of_next(const gemm_args *a, const tile_queue *q) {
-    return place_at<largest>(a, min(q->number, q->end - 1));
+    return place_at(a, min(q->number, q->end - 1));
 }
 
 /* Loads the epilogue operands of a tile, by its warpgroup. */
@@ -216,7 +229,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const large_p
     large_place at = {{0, 0}, {0, 0}, group == 0 ? min(LAG, a->steps) - 1 : -1};
     wait_for_predecessor();
     launch_dependents(); /* the next kernel may rely on the groups */
-    tile_queue q = tiles_of_block<largest>(a);
+    tile_queue q = tiles_of_block(a);
     if (q.number >= q.end)
         return;
     place p = place_of_next(a, &q);
@@ -277,11 +290,11 @@ static int large_smem_layout(gemm_args *a, int limit) {
 
 moq_status multiply_fp8_large(const moe::expert_product *p, moq_err *err) {
     int64_t k = p->spec->in_features, n = p->spec->out_features;
-    moq_cuda_device device;
+    int limit;
     CUtensorMap weights, rows;
-    MOQ_TRY(moq_cuda_query_device(p->spec->device.index, &device, err));
+    MOQ_TRY(find_shared_limit(p, &limit, err));
     gemm_args a = fp8_args_of(p);
-    int shared = large_smem_layout(&a, device.shared_per_block);
+    int shared = large_smem_layout(&a, limit);
     MOQ_TRY(
         moq_tensor_map_pairs(&weights, p->weight->weight, p->call->spec->experts * n, k, k, err));
     MOQ_TRY(moq_tensor_map_rows(&rows, p->rows->data, p->most_rows, k, k, largest::box_rows, err));

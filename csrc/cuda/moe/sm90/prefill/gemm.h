@@ -15,19 +15,22 @@
 #define MOQ_CUDA_MOE_SM90_PREFILL_GEMM_H
 
 #include "core/invariant.h"
+#include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
-#include "cuda/linear/sm90/gemm_epilogue.h"
 #include "cuda/moe/expert_activation.h"
-#include "cuda/moe/sm90/prefill/prefill.h"
-#include "cuda/runtime/launch.h"
-#include "cuda/runtime/tensor_map.h"
+#include "cuda/moe/pipeline.h"
 
 namespace moq::moe_prefill {
 
-using namespace gemm;
-
 #define MANY_STAGES 12
 #define WAVE_ROWS   64
+
+/* Tiles of FP8 rows that multiply each tile of W one after the other. */
+#define MOQ_MOE_PREFILL_TOGETHER 8
+
+/* Format of g: values of the layer's dtype, or e4m3 codes with per-tensor scales or scales of
+ * groups. */
+typedef enum { G_VALUES, G_TENSOR, G_GROUP } g_format;
 
 /* Use of a product. */
 typedef enum {
@@ -75,30 +78,10 @@ typedef struct {
     int number, end, stride;
 } tile_queue;
 
-/* Returns the tiles of a block, after the predecessor has ended. The blocks of a pair go through
- * pairs of tiles. */
-template <class S> static __device__ __forceinline__ tile_queue tiles_of_block(const gemm_args *a) {
-    constexpr int BLOCKS = S::pair ? 2 : 1;
-    return {(int)blockIdx.x / BLOCKS, a->count[1] / BLOCKS * a->row_tiles, (int)gridDim.x / BLOCKS};
-}
-
 typedef struct {
     moe::row_tile rows;
     int along; /* number of the tile of W */
 } place;
-
-template <class S>
-static __device__ __forceinline__ place place_at(const gemm_args *a, int number) {
-    int tile = number / a->row_tiles, along = number - tile * a->row_tiles;
-    if (S::pair)
-        tile = 2 * tile + (int)rank_in_cluster();
-    return {a->tiles[tile], along};
-}
-
-/* Returns the source of row `row`: its token of x if rows are gathered, or the sorted row. */
-static __device__ __forceinline__ int source_of(const gemm_args *a, int row) {
-    return a->slot ? a->slot[row] / a->top_k : row;
-}
 
 /* True for silu without a limit. */
 static __device__ __forceinline__ bool is_plain(const moe::activation *a) {
@@ -127,6 +110,11 @@ static __device__ __forceinline__ int end_of_wave(const gemm_args *a, int wave) 
 }
 
 /* ---- outputs ---- */
+
+/* Scales and biases of the two rows of W whose sums a thread has. */
+typedef struct {
+    float factor[2], bias[2];
+} terms;
 
 static __device__ __forceinline__ float finish_sum(float sum, float of_row, float of_token,
                                                    float bias) {
@@ -173,94 +161,55 @@ template <int COUNT, int ALL> static __device__ __forceinline__ void move_down(f
         sum[i] = sum[i + COUNT];
 }
 
-static product_use use_of(const moe::expert_product *p) {
+/* ---- launch (gemm.cu) ---- */
+
+static inline product_use use_of(const moe::expert_product *p) {
     if (!p->first)
         return OF_D;
     return p->call->spec->gated ? OF_GATE_AND_UP : OF_ONE;
 }
 
-static gemm_args args_of(const moe::expert_product *p, int64_t steps, int64_t height,
-                         int warpgroups) {
-    const moq_moe_call *call = p->call;
-    const moq_linear_spec *spec = p->spec;
-    const moq_moe_weight *w = p->weight;
-    int64_t i = call->spec->w2.in_features;
-    int columns = warpgroups * WAVE_ROWS;
-    gemm_args a = {};
-    a.tiles = p->groups->tile;
-    a.count = p->groups->count;
-    a.steps = (int)steps;
-    a.n = (int)spec->out_features;
-    a.height = (int)height;
-    a.half = (int)i;
-    a.row_tiles = use_of(p) == OF_GATE_AND_UP ? (int)((i + columns - 1) / columns)
-                                              : (a.n + 2 * columns - 1) / (2 * columns);
-    a.act = moe::activation_of(call->spec);
-    if (p->first)
-        a.out = {p->out, (i + 15) / 16 * 16, spec->dtype, MOQ_DT_NONE, NULL};
-    else if (p->d_dtype == MOQ_DT_BF16)
-        a.out = {p->out, a.n, MOQ_DT_BF16, MOQ_DT_NONE, NULL};
-    else
-        a.d = (float *)p->out;
-    a.output_scale = w->output_scale;
-    a.bias = w->bias;
-    a.partition_count = spec->partition_count;
-    a.early = p->early;
-    a.acquired = p->groups->count + (p->first ? 2 : 3);
-    a.written = p->written;
-    a.linked = p->written && !p->first;
-    if (p->gathered) {
-        a.slot = p->groups->slot;
-        a.top_k = call->spec->top_k;
-        a.x = (const uint8_t *)p->rows->data;
-        a.x_stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
-        a.bytes = moe::row_bytes(p->rows->format, spec->dtype, spec->in_features);
-    }
-    return a;
-}
+/* Fills the arguments of products in steps, of tiles of W of so many warpgroups; `height` as in
+ * gemm_args. */
+gemm_args args_of(const moe::expert_product *p, int64_t steps, int64_t height, int warpgroups);
 
 /* Fills the arguments of FP8 products. */
-static gemm_args fp8_args_of(const moe::expert_product *p) {
-    int64_t steps = (p->spec->in_features + 127) / 128;
-    gemm_args a = args_of(p, steps, p->spec->out_features, 2);
-    if (p->first) {
-        bool by_expert = p->g->format == moe::ROWS_TENSOR;
-        a.format = g_format_of(p->call->spec);
-        a.codes = (uint8_t *)p->g->data;
-        a.code_stride = p->call->spec->w2.in_features;
-        a.g_scale = (float *)(by_expert ? p->call->w2.input_scale : p->g->scales);
-        a.g_scale_stride = p->g->scale_stride;
-    }
-    a.x_scale = p->rows->format == moe::ROWS_TENSOR ? NULL : (const float *)p->rows->scales;
-    a.x_scale_stride = p->rows->scale_stride;
-    a.input_scale = p->weight->input_scale;
-    a.block_scale = (const float *)p->weight->weight_scale;
-    a.block_step = moq_linear_block_rows(p->spec) * steps;
-    a.partitions = moq_partitions_of(p->spec);
-    return a;
+gemm_args fp8_args_of(const moe::expert_product *p);
+
+/* Returns the format of the rows that FP8 products of a layer take. */
+static inline moe::row_format fp8_format(const moq_linear_spec *spec) {
+    return spec->input == MOQ_INPUT_E4M3_GROUP   ? moe::ROWS_GROUP
+           : spec->input == MOQ_INPUT_E4M3_TOKEN ? moe::ROWS_TOKEN
+                                                 : moe::ROWS_TENSOR;
 }
 
-/* Launches a kernel; `more` are two maps of kernels that take them after their arguments. */
-static moq_status launch(const moe::expert_product *p, const void *kernel, gemm_args *a, int shared,
-                         CUtensorMap *weights, CUtensorMap *rows, int warpgroups, bool pair,
-                         moq_err *err, CUtensorMap *more = NULL) {
-    int64_t tiles = p->tiles * a->row_tiles, blocks = p->spec->target.sm_count;
-    if (pair) /* tiles come in pairs */
-        blocks -= blocks % 2;
-    if (tiles > INT32_MAX)
-        return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
-                        (long long)p->most_rows);
-    moq_launch launch = {.what = "product of experts",
-                         .kernel = kernel,
-                         .grid = dim3((unsigned)(tiles < blocks ? tiles : blocks)),
-                         .block = dim3(128 * (unsigned)(warpgroups + 1)),
-                         .cluster = pair ? 2u : 0u,
-                         .shared = (size_t)shared,
-                         .stream = (cudaStream_t)p->call->stream,
-                         .pdl = true};
-    void *parameters[] = {weights, rows, a, more, more ? more + 1 : NULL};
-    return moq_cuda_launch(&launch, parameters, err);
+/* Returns the format of g of the first FP8 product: codes if their scale is known within a
+ * block. */
+static inline g_format g_format_of(const moq_moe_spec *spec) {
+    moe::row_format format = fp8_format(&spec->w2);
+    if (format == moe::ROWS_TENSOR)
+        return G_TENSOR;
+    return format == moe::ROWS_GROUP && spec->gated ? G_GROUP : G_VALUES;
 }
+
+/* Finds the bytes of shared memory that a block may have. */
+moq_status find_shared_limit(const moe::expert_product *p, int *limit, moq_err *err);
+
+/* Launches a kernel; `more` are two maps of kernels that take them after their arguments. */
+moq_status launch(const moe::expert_product *p, const void *kernel, gemm_args *a, int shared,
+                  CUtensorMap *weights, CUtensorMap *rows, int warpgroups, bool pair, moq_err *err,
+                  CUtensorMap *more = NULL);
+
+/* Launches a kernel of pairs of blocks, each with tiles in turn. */
+moq_status launch_pairs(const moe::expert_product *p, const void *kernel, int64_t tiles,
+                        int threads, int shared, void **parameters, moq_err *err);
+
+/* ---- products of the families ---- */
+
+moq_status multiply_fp8(const moe::expert_product *p, moq_err *err);
+moq_status multiply_fp8_large(const moe::expert_product *p, moq_err *err);
+moq_status multiply_nvfp4(const moe::expert_product *p, moq_err *err);
+moq_status multiply_nvfp4_fp8(const moe::expert_product *p, moq_err *err);
 
 } // namespace moq::moe_prefill
 

@@ -28,11 +28,13 @@
  * evenly tiles come out; with many rows the tensor cores, 1152 cycles of products a step of 128
  * rows by 288, and L2, which delivers 36 bytes a cycle and multiprocessor to such tiles. Between,
  * in tiles of 256 rows by up to 128, both, as they slow each other. */
-#include "cuda/linear/sm90/nvfp4_prefill.h"
+#include "core/nvfp4_packed.h"
+#include "cuda/device/nvfp4_decode.h"
+#include "cuda/device/wgmma.h"
 #include "cuda/moe/sm90/prefill/gemm.h"
 #include "cuda/moe/sm90/prefill/nvfp4_epilogue.h"
-#include "cuda/moe/sm90/prefill/prefill.h"
 #include "cuda/moe/sm90/prefill/prefill_config.h"
+#include "cuda/runtime/tensor_map.h"
 
 namespace moq::moe_prefill {
 
@@ -43,12 +45,11 @@ namespace moq::moe_prefill {
 
 /* Shape of tiles of up to MOST rows, of which N are multiplied, in steps of UNITS blocks of
  * columns. */
-template <nvfp4_prefill::operand_type TYPE, product_use FOR, int MOST, int N, int UNITS = 1,
-          int WAVES = 1>
+template <moq_nvfp4_type TYPE, product_use FOR, int MOST, int N, int UNITS = 1, int WAVES = 1>
 struct unit_shape {
-    static constexpr nvfp4_prefill::operand_type type = TYPE;
+    static constexpr moq_nvfp4_type type = TYPE;
     static constexpr product_use use = FOR;
-    static constexpr bool pair = false, gated = FOR == OF_GATE_AND_UP;
+    static constexpr bool gated = FOR == OF_GATE_AND_UP;
     static constexpr bool large = MOST > 128;
     static constexpr int warpgroups = large ? 2 : 4, tokens = MOST, units = UNITS;
     static constexpr int waves = WAVES, box_units = UNITS > 2 ? 2 : UNITS;
@@ -82,7 +83,7 @@ struct unit_shape {
     /* Bytes of staged outputs of a warpgroup: a row of g and all rows, with sums that warps of gate
      * and of up hand each other; pieces of d, unless it is stored from registers. */
     static constexpr bool from_registers = MOST <= 64;
-    static constexpr bool rounds_d = TYPE == nvfp4_prefill::AS_BF16;
+    static constexpr bool rounds_d = TYPE == MOQ_NVFP4_BF16;
     static constexpr int row_bytes = columns_of_wave * 2;
     static constexpr int piece_bytes = at_once * (rounds_d ? 128 : 256);
     static constexpr int room = FOR != OF_D
@@ -367,13 +368,18 @@ typedef struct {
     uint32_t offset[2];
 } gathered_rows;
 
+/* Returns the token of x that a gathered row is. */
+static __device__ __forceinline__ int token_of(const gemm_args *a, int row) {
+    return a->slot[row] / a->top_k;
+}
+
 static __device__ __forceinline__ gathered_rows find_rows(const gemm_args *a, const place *p) {
     gathered_rows g;
     int lane = threadIdx.x % 32, last = p->rows.rows - 1;
 #pragma unroll
     for (int i = 0; i < 2; i++)
         g.offset[i] =
-            (uint32_t)(a->x_stride / 16) * source_of(a, p->rows.first + min(32 * i + lane, last));
+            (uint32_t)(a->x_stride / 16) * token_of(a, p->rows.first + min(32 * i + lane, last));
     return g;
 }
 
@@ -482,10 +488,18 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f)
     __syncthreads();
 }
 
+/* Stages as a consumer thread reads them: barriers, its operand, and its codes and scales. */
+typedef struct {
+    uint32_t full, empty;
+    uint64_t x;
+    uint32_t codes, scales;
+    int stages;
+} consumer_pipeline;
+
 /* A consumer thread: its pipeline, and places of the scales that it makes of a step and that it
  * needs. */
 typedef struct {
-    nvfp4_prefill::consumer_pipeline pipeline;
+    consumer_pipeline pipeline;
     uint32_t made, needed;
 } unit_reader;
 
@@ -511,9 +525,8 @@ static __device__ __forceinline__ unit_reader reader_of(const feed *f, uint32_t 
 template <class S>
 static __device__ __forceinline__ void open_step(const unit_reader *t, const pipeline_state *slot,
                                                  uint32_t to) {
-    constexpr moq_nvfp4_type TYPE =
-        S::type == nvfp4_prefill::AS_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
-    nvfp4_prefill::await(&t->pipeline, slot);
+    constexpr moq_nvfp4_type TYPE = S::type;
+    mbarrier_wait(t->pipeline.full + 8u * slot->index, slot->parity);
     uint32_t from = t->pipeline.scales + (uint32_t)(slot->index * S::weight_bytes);
     if constexpr (S::own_units == 4) {
         uint2 eight = load_shared_pair(from);
@@ -563,8 +576,7 @@ load_piece(const unit_reader *t, const pipeline_state *slot, uint32_t scales, in
 template <class S>
 static __device__ __forceinline__ void decode_piece(const packed_piece<S> *p,
                                                     piece_operands<S> *o) {
-    constexpr moq_nvfp4_type TYPE =
-        S::type == nvfp4_prefill::AS_BF16 ? MOQ_NVFP4_BF16 : MOQ_NVFP4_F16;
+    constexpr moq_nvfp4_type TYPE = S::type;
 #pragma unroll
     for (int s = 0; s < S::depth; s++)
         moq_nvfp4_fragment<TYPE>(p->word[s], p->scale[s], o->group[s]);
@@ -574,7 +586,7 @@ template <class S, int COUNT>
 static __device__ __forceinline__ void multiply_tokens(const uint32_t (&weights)[4], uint64_t rows,
                                                        float *sum) {
     float (&some)[COUNT] = *(float (*)[COUNT])sum;
-    if constexpr (S::type == nvfp4_prefill::AS_BF16)
+    if constexpr (S::type == MOQ_NVFP4_BF16)
         wgmma_bf16(some, weights, rows);
     else
         wgmma_f16(some, weights, rows);
@@ -636,7 +648,7 @@ multiply(const unit_reader *t, int steps, pipeline_state *slot, float (&sum)[S::
             wgmma_wait<1>(); /* the products of the piece before have ended */
             give_up<S>(other);
             if (piece == 0 && left < steps)
-                nvfp4_prefill::release<S>(&t->pipeline, &before);
+                warp_releases<false>(t->pipeline.empty + 8u * before.index);
         }
         needed ^= S::scales;
         before = *slot;
@@ -647,7 +659,7 @@ multiply(const unit_reader *t, int steps, pipeline_state *slot, float (&sum)[S::
 #pragma unroll
     for (int wave = 0; wave < S::waves; wave++)
         stay_here(sum[wave]);
-    nvfp4_prefill::release<S>(&t->pipeline, &before);
+    warp_releases<false>(t->pipeline.empty + 8u * before.index);
 }
 
 /* A consumer warpgroup: tiles of the block, and staged outputs. */
@@ -763,7 +775,7 @@ template <class S> static unit_variant variant_of(void) {
             (const void *)experts_of_units<S>};
 }
 
-template <nvfp4_prefill::operand_type TYPE, product_use USE>
+template <moq_nvfp4_type TYPE, product_use USE>
 static unit_variant variant_of_tile(int rows, bool deep) {
     if (rows == 32)
         return variant_of<unit_shape<TYPE, USE, 32, 32, 4>>();
@@ -776,8 +788,7 @@ static unit_variant variant_of_tile(int rows, bool deep) {
     return variant_of<unit_shape<TYPE, USE, 288, 288>>();
 }
 
-template <nvfp4_prefill::operand_type TYPE>
-static unit_variant variant_for(const moe::expert_product *p) {
+template <moq_nvfp4_type TYPE> static unit_variant variant_for(const moe::expert_product *p) {
     int rows = p->tile_rows;
     bool deep = moq_moe_nvfp4_is_deep(moq_tiling_row(p->call->config.tiling));
     product_use use = use_of(p);
@@ -794,18 +805,18 @@ static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
     return a->stages * v->stage + v->room;
 }
 
-static moq_status multiply_nvfp4(const moe::expert_product *p, moq_err *err) {
+moq_status multiply_nvfp4(const moe::expert_product *p, moq_err *err) {
     const moq_linear_spec *spec = p->spec;
-    unit_variant v = spec->dtype == MOQ_DT_F16 ? variant_for<nvfp4_prefill::AS_F16>(p)
-                                               : variant_for<nvfp4_prefill::AS_BF16>(p);
+    unit_variant v =
+        spec->dtype == MOQ_DT_F16 ? variant_for<MOQ_NVFP4_F16>(p) : variant_for<MOQ_NVFP4_BF16>(p);
     int64_t k = spec->in_features, blocks = moq_pack_blocks(k);
     int64_t slabs = moq_pack_slabs(spec->out_features);
     int64_t row_of_d = spec->out_features * (p->d_dtype == MOQ_DT_BF16 ? 2 : 4);
-    moq_cuda_device device;
+    int limit;
     CUtensorMap weights, rows, of_d[2];
-    MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
+    MOQ_TRY(find_shared_limit(p, &limit, err));
     gemm_args a = args_of(p, (blocks + v.units - 1) / v.units, slabs, v.box_slabs / WAVE_SLABS);
-    int shared = set_stages(&a, &v, device.shared_per_block);
+    int shared = set_stages(&a, &v, limit);
     MOQ_TRY(moq_tensor_map_words(&weights, p->weight->weight, p->call->spec->experts * slabs,
                                  blocks * UNIT_WORDS, v.box_slabs, v.box_units * UNIT_WORDS, err));
     rows = of_d[0] = of_d[1] = weights; /* unused if rows are gathered, and if g is made */
@@ -818,44 +829,5 @@ static moq_status multiply_nvfp4(const moe::expert_product *p, moq_err *err) {
                                     i ? 8u : (uint32_t)v.at_once, err));
     return launch(p, v.kernel, &a, shared, &weights, &rows, v.warpgroups, false, err, of_d);
 }
-
-/* ---- the pipeline's hooks ---- */
-
-static moe::row_format format_of(const moq_linear_spec *) {
-    return moe::ROWS_VALUES;
-}
-
-static moe::row_tiling tiling_of(const moq_moe_call *call, double) {
-    return {moq_moe_nvfp4_tile_rows(moq_tiling_row(call->config.tiling)), MOQ_MOE_PREFILL_ROWS_OF_D,
-            false};
-}
-
-/* Loads x. Small tiles gather their rows; large ones would wait for them
- * (docs/lab/experts-prefill.md). */
-static moq_status load_x(const moe::slot_chunk *chunk, moe::expert_product *p, moe::expert_rows *x,
-                         moq_err *err) {
-    const moq_moe_call *call = chunk->call;
-    if (call->weights_on_input || call->w13.pre_quant_scale)
-        return moe::make_rows_of_x(chunk, p->groups, x, err);
-    if (chunk->tile_rows > 64) {
-        p->early = true;
-        return make_rows_of_tokens(chunk, p->groups, x, NULL, err);
-    }
-    int64_t stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
-    x->data = (uint8_t *)call->x->data + chunk->first * stride;
-    p->gathered = true;
-    return MOQ_OK;
-}
-
-static int64_t u_bytes(const moq_moe_call *call) {
-    const moq_linear_spec *w2 = &call->spec->w2;
-    return call->w2.pre_quant_scale ? moe::row_bytes(moe::ROWS_VALUES, w2->dtype, w2->in_features)
-                                    : 0;
-}
-
-static const moe::expert_kernels NVFP4_PREFILL = {
-    format_of, tiling_of, multiply_nvfp4, load_x, u_bytes, moe::make_rows_of_g, NULL, true, true};
-
-MOQ_EXPERTS_ENTRY(nvfp4_prefill, NVFP4_PREFILL)
 
 } // namespace moq::moe_prefill

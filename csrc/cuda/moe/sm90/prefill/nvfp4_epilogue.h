@@ -6,13 +6,15 @@
 #ifndef MOQ_CUDA_MOE_SM90_PREFILL_NVFP4_EPILOGUE_H
 #define MOQ_CUDA_MOE_SM90_PREFILL_NVFP4_EPILOGUE_H
 
+#include "cuda/device/nvfp4_decode.h"
 #include "cuda/moe/sm90/prefill/gemm.h"
 
 namespace moq::moe_prefill {
 
 /* Bytes that warps of gate and of up hand each other of 16 rows, in a warpgroup. */
-#define HANDED   2048
-#define D_PIECES 3 /* staged pieces of d of a warpgroup */
+#define HANDED     2048
+#define D_PIECES   3    /* staged pieces of d of a warpgroup */
+#define EIGHT_ROWS 1024 /* staged bytes of eight rows of d */
 
 /* Returns the first output column of a warpgroup's wave. */
 template <class S>
@@ -241,7 +243,7 @@ static __device__ __forceinline__ void stage_d(uint32_t room, const terms *e,
         for (int j = 0; j < S::at_once / 8; j++) {
             uint32_t word[2];
             round_d(sum + 4 * j, e, word);
-            store_two_matrices_turned(room + j * EIGHT_BYTES, word[0], word[1]);
+            store_two_matrices_turned(room + j * EIGHT_ROWS, word[0], word[1]);
         }
         return;
     }
@@ -252,7 +254,7 @@ static __device__ __forceinline__ void stage_d(uint32_t room, const terms *e,
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int swizzled = (row + i % 2) * 128 + ((piece + i / 2 * 2) ^ (row + i % 2)) * 16;
-            store_shared_word(room + swizzled + j * EIGHT_BYTES,
+            store_shared_word(room + swizzled + j * EIGHT_ROWS,
                               __float_as_uint(finish(sum[4 * j + i], e, i / 2)));
         }
 }

@@ -22,12 +22,12 @@
  * those that promote, and with all copies and barriers it is some 2270. The epilogue of a tile
  * takes 6000 (g) to 9000 (d in float32). With few rows folding takes 700 cycles a step, and memory
  * as much. */
+#include "core/nvfp4_packed.h"
 #include "cuda/device/nvfp4_fold.h"
 #include "cuda/device/wgmma.h"
-#include "cuda/linear/sm90/nvfp4_prefill.h"
 #include "cuda/moe/sm90/prefill/gemm.h"
-#include "cuda/moe/sm90/prefill/prefill.h"
 #include "cuda/moe/sm90/prefill/prefill_config.h"
+#include "cuda/runtime/tensor_map.h"
 
 namespace moq::moe_prefill {
 
@@ -245,7 +245,7 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
             uint32_t in = own + (uint32_t)(slot.index * PACKED_STAGE);
             uint32_t at = out + (uint32_t)(slot.index * OPERAND_STAGE);
             mbarrier_wait(b->packed + 8u * slot.index, slot.parity);
-            nvfp4_prefill::packed_unit next = nvfp4_prefill::load_unit(in);
+            moq_packed_unit next = moq_load_unit(in);
             if (step == 0) {
                 uint32_t first = folds_at + (uint32_t)(slot.index * PACKED_STAGE);
                 folds[0] = read_folds(first);
@@ -254,11 +254,11 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
             mbarrier_wait(b->empty + 8u * slot.index, slot.parity ^ 1);
 #pragma unroll
             for (int i = 0; i < UNITS; i++) {
-                nvfp4_prefill::packed_unit now = next;
+                moq_packed_unit now = next;
                 uint32_t code[2][4];
                 if (i + 1 < UNITS)
-                    next = nvfp4_prefill::load_unit(in + (i + 1) % 2 * PACKED_BOX +
-                                                    (i + 1) / 2 * MOQ_PACK_BYTES);
+                    next =
+                        moq_load_unit(in + (i + 1) % 2 * PACKED_BOX + (i + 1) / 2 * MOQ_PACK_BYTES);
                 moq_fold_unit(now.codes, now.scales, folds[i % 2], code);
                 store_folded((i / 2 ? at ^ 64 : at) + i % 2 * OPERAND_EIGHT, code);
             }
@@ -682,23 +682,19 @@ static int folded_smem_layout(folded_args *f, const folded_variant *v, int limit
     return f->gemm.stages * v->stage + OUT_BYTES;
 }
 
-static moq_status multiply_nvfp4_fp8(const moe::expert_product *p, moq_err *err) {
+moq_status multiply_nvfp4_fp8(const moe::expert_product *p, moq_err *err) {
     const moq_linear_spec *spec = p->spec;
     bool wide = p->tile_rows > MOQ_MOE_FOLDED_ROWS;
     folded_variant v = wide ? folded_variant_of<true>() : folded_variant_of<false>();
     int64_t k = spec->in_features, n = spec->out_features, blocks = moq_pack_blocks(k);
-    int64_t slabs = moq_pack_slabs(n), pairs = spec->target.sm_count / 2;
-    moq_cuda_device device;
+    int64_t slabs = moq_pack_slabs(n);
+    int limit;
     CUtensorMap weights, rows, outputs;
-    MOQ_TRY(moq_cuda_query_device(spec->device.index, &device, err));
+    MOQ_TRY(find_shared_limit(p, &limit, err));
     folded_args f = {args_of(p, (k + FOLDED_STEP - 1) / FOLDED_STEP, slabs, 1),
                      p->weight->fold_scale};
     f.gemm.x_scale = (const float *)p->rows->scales;
-    int shared = folded_smem_layout(&f, &v, device.shared_per_block);
-    int64_t tiles = p->tiles * ((f.gemm.row_tiles + 1) / 2);
-    if (tiles > INT32_MAX)
-        return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
-                        (long long)p->most_rows);
+    int shared = folded_smem_layout(&f, &v, limit);
     MOQ_TRY(moq_tensor_map_words(&weights, p->weight->weight, p->call->spec->experts * slabs,
                                  blocks * (MOQ_PACK_BYTES / 8), 4, PACKED_SLAB / 8, err));
     MOQ_TRY(
@@ -706,44 +702,9 @@ static moq_status multiply_nvfp4_fp8(const moe::expert_product *p, moq_err *err)
     outputs = rows; /* unused by the first product */
     if (!p->first)
         MOQ_TRY(moq_tensor_map_rows(&outputs, p->out, p->most_rows, n * 4, n * 4, OUT_ROWS, err));
-    moq_launch launch = {.what = "product of experts",
-                         .kernel = v.kernel[use_of(p)],
-                         .grid = dim3((unsigned)(2 * (tiles < pairs ? tiles : pairs))),
-                         .block = dim3((unsigned)v.threads),
-                         .cluster = 2,
-                         .shared = (size_t)shared,
-                         .stream = (cudaStream_t)p->call->stream,
-                         .pdl = true};
     void *parameters[] = {&weights, &rows, &outputs, &f};
-    return moq_cuda_launch(&launch, parameters, err);
+    return launch_pairs(p, v.kernel[use_of(p)], p->tiles * ((f.gemm.row_tiles + 1) / 2), v.threads,
+                        shared, parameters, err);
 }
-
-/* ---- the pipeline's hooks ---- */
-
-static moe::row_format format_of(const moq_linear_spec *) {
-    return moe::ROWS_TOKEN;
-}
-
-static moe::row_tiling tiling_of(const moq_moe_call *call, double) {
-    return {moq_moe_folded_tile_rows(call->config), 1, false};
-}
-
-static moq_status load_x(const moe::slot_chunk *chunk, moe::expert_product *p, moe::expert_rows *x,
-                         moq_err *err) {
-    return make_paired_rows_of_x(chunk, p->groups, x, err);
-}
-
-/* Returns bytes of a row of values of g: their scale is of a whole row, of which no block has all
- * columns. */
-static int64_t u_bytes(const moq_moe_call *call) {
-    const moq_linear_spec *w2 = &call->spec->w2;
-    return moe::row_bytes(moe::ROWS_VALUES, w2->dtype, w2->in_features);
-}
-
-static const moe::expert_kernels NVFP4_FP8_PREFILL = {format_of, tiling_of, multiply_nvfp4_fp8,
-                                                      load_x,    u_bytes,   make_paired_rows_of_g,
-                                                      NULL,      true,      true};
-
-MOQ_EXPERTS_ENTRY(nvfp4_fp8_prefill, NVFP4_FP8_PREFILL)
 
 } // namespace moq::moe_prefill

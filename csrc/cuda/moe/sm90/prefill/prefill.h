@@ -1,4 +1,4 @@
-/* Limits and row makers that the prefill kernels of experts on Hopper share. */
+/* Rows of the prefill kernels of experts on Hopper (rows.cu). */
 #ifndef MOQ_CUDA_MOE_SM90_PREFILL_PREFILL_H
 #define MOQ_CUDA_MOE_SM90_PREFILL_PREFILL_H
 
@@ -11,31 +11,6 @@ namespace moq::moe_prefill {
 
 /* Multiple at which the rows of an expert begin if d leaves by TMA, in boxes of so many rows. */
 #define MOQ_MOE_PREFILL_ROWS_OF_D 8
-
-/* Tiles of FP8 rows that multiply each tile of W one after the other. */
-#define MOQ_MOE_PREFILL_TOGETHER 8
-
-/* Format of g: values of the layer's dtype, or e4m3 codes with per-tensor scales or scales of
- * groups. */
-typedef enum { G_VALUES, G_TENSOR, G_GROUP } g_format;
-
-/* Returns the format of the rows that FP8 products of a layer take. */
-static inline moe::row_format fp8_format(const moq_linear_spec *spec) {
-    return spec->input == MOQ_INPUT_E4M3_GROUP   ? moe::ROWS_GROUP
-           : spec->input == MOQ_INPUT_E4M3_TOKEN ? moe::ROWS_TOKEN
-                                                 : moe::ROWS_TENSOR;
-}
-
-/* Returns the format of g of the first FP8 product: codes if their scale is known within a
- * block. */
-static inline g_format g_format_of(const moq_moe_spec *spec) {
-    moe::row_format format = fp8_format(&spec->w2);
-    if (format == moe::ROWS_TENSOR)
-        return G_TENSOR;
-    return format == moe::ROWS_GROUP && spec->gated ? G_GROUP : G_VALUES;
-}
-
-moq_status multiply_fp8_large(const moe::expert_product *p, moq_err *err);
 
 /* Makes rows of x like make_rows_of_x, if neither router weights nor factors change x: ROWS_TENSOR,
  * ROWS_TOKEN, ROWS_GROUP or ROWS_VALUES of 16-bit x, K a multiple of 16. The next kernel may read
