@@ -8,6 +8,9 @@
 
 #include <stdio.h>
 
+#define LONG       5120 /* columns beyond which K is split, */
+#define MOST_PARTS 3    /* into so many parts at most */
+
 /* Rows of the rates. */
 typedef enum { TENSOR, VECTOR, AFTER, BLOCK, FOLDED_VECTOR, FOLDED_AFTER, KINDS } kind;
 
@@ -27,8 +30,16 @@ static kind kind_of(const moq_linear_spec *spec, bool after) {
     return after ? AFTER : VECTOR;
 }
 
-/* The config says whether sums are scaled after the product. Tiles are reckoned as 128 x 128; by
- * blocks the library splits K where tiles fill less than half of the chip. */
+/* Into how many parts the library splits K: by blocks, where K is long and tiles leave most of the
+ * chip idle. */
+static int64_t parts_of(const moq_linear_spec *spec, int64_t tiles) {
+    int64_t fit = spec->target.sm_count / tiles;
+    if (spec->weight != MOQ_WEIGHT_E4M3_BLOCK || spec->in_features <= LONG || fit < 2)
+        return 1;
+    return fit < MOST_PARTS ? fit : MOST_PARTS;
+}
+
+/* The config says whether sums are scaled after the product. Tiles are reckoned as 128 x 128. */
 static bool work(const moq_problem *p, int config, moq_load *w) {
     const moq_linear_spec *spec = p->layer;
     bool vectors = !has_one_kind(spec) && moq_cublaslt_has_vectors(spec);
@@ -40,14 +51,13 @@ static bool work(const moq_problem *p, int config, moq_load *w) {
     double waves = (double)divide_up(tiles, spec->target.sm_count);
     w->rates = (int)kind_of(spec, config == 1);
     w->bytes = size * n * k;
-    bool split = w->rates == BLOCK && 2 * tiles <= spec->target.sm_count;
-    double full = (double)tiles / (double)spec->target.sm_count;
-    w->inside[0] = size * (split ? full : waves) * k / 128;
+    int64_t parts = parts_of(spec, tiles);
+    w->inside[0] = size * waves * k / 128 / (double)parts;
     w->inside[1] = size * m * n * k / spec->target.sm_count;
     w->inside[2] = waves;
     w->beside[0] = m * k * (moq_cublaslt_by_partition(spec) ? spec->partition_count : 1);
     w->beside[1] = (moq_linear_folds(spec) ? n * k : m * n);
-    w->beside[2] = split;
+    w->beside[2] = parts > 1;
     return true;
 }
 

@@ -6,6 +6,7 @@
 #include "cuda/choice/grid.h"
 #include "cuda/choice/rates.h"
 
+#include <math.h>
 #include <stdio.h>
 
 /* Two calls are on a multiprocessor at once where they have up to so many tokens, and bytes of W
@@ -14,6 +15,11 @@
 #define FEW   2
 #define SMALL (160 << 10)
 #define LONG  14336 /* columns beyond which two blocks share them for any x */
+
+#define UNIT           8 /* rows of W: what blocks share N by */
+#define LEAST_RING     (64 << 10)
+#define GOOD_RING      131072.0 /* bytes of a ring that keeps memory busy */
+#define BYTES_OF_VALUE 8        /* of W that a block reads while it quantizes a value of x */
 
 /* The kernel's shapes: warpgroups that multiply, and tokens. */
 static const struct {
@@ -46,17 +52,43 @@ static int ranks_for(const moq_problem *p, int tokens) {
     return (long_x || k > LONG) && divide_up(k, MOQ_FP8_DECODE_STEP) % 2 == 0 ? 2 : 1;
 }
 
+/* Work of the busiest block: rows of W, and bytes of its ring and passes over K, roughly as
+ * fp8_decode.cu lays them out. */
+typedef struct {
+    double rows, ring, passes;
+} share;
+
+static share busiest_share(const moq_linear_spec *spec, int config, int ranks) {
+    int groups = SHAPES[config].groups, tokens = SHAPES[config].tokens;
+    int64_t units = divide_up(spec->out_features, UNIT), most = spec->target.sm_count / ranks;
+    int64_t rows = UNIT * divide_up(units, units < most ? units : most);
+    int64_t round = 256 * groups / tokens; /* rows whose sums are added at once */
+    int64_t sums = (rows < round ? rows : round) * tokens * groups * 8;
+    int64_t room = (groups == 2 ? BLOCK_SHARED / 2 : BLOCK_SHARED) - sums;
+    int64_t codes = tokens * spec->in_features / ranks;
+    int64_t passes = divide_up(codes, room - LEAST_RING);
+    share s = {(double)rows, (double)room - (double)codes / (double)passes, (double)passes};
+    return s;
+}
+
+/* Bytes are counted as if every block had as many as the busiest, and slow cores do not slow them,
+ * by which the search divides. Nothing is multiplied before x is quantized, but the ring fills
+ * meanwhile: only what takes longer than that counts. A short ring leaves memory idle. */
 static bool work(const moq_problem *p, int config, moq_load *w) {
     const moq_linear_spec *spec = p->layer;
     if (config != shape_for(p))
         return false;
     w->blocks = ranks_for(p, SHAPES[config].tokens);
-    double n = (double)spec->out_features, k = (double)spec->in_features;
-    w->bytes = n * k;
-    w->inside[0] = n;
-    w->inside[1] = n * (double)p->tokens;
-    w->beside[0] = k * (double)p->tokens / w->blocks;
+    share s = busiest_share(spec, config, w->blocks);
+    double k = (double)spec->in_features / w->blocks, weights = s.rows * k;
+    double values = k * (double)p->tokens, all = weights * spec->target.sm_count;
+    w->bytes = (double)spec->out_features * (double)spec->in_features;
+    w->inside[0] = all * p->target->cores;
+    w->inside[1] = s.rows;
+    w->inside[2] = values;
+    w->beside[0] = fmax(0, values - fmin(s.passes * s.ring, weights) / BYTES_OF_VALUE);
     w->beside[1] = w->blocks > 1;
+    w->beside[2] = all * fmax(0, GOOD_RING / s.ring - 1);
     w->rates = config + SHAPE_COUNT * (int)(spec->input - MOQ_INPUT_E4M3_TENSOR);
     return true;
 }

@@ -70,12 +70,14 @@ static bool work(const moq_problem *p, int config, moq_load *w) {
     moq_fp8_prefill_config geometry = partition_work(spec, p->tokens, config, w->blocks);
     int64_t tiles = geometry.row_tiles * geometry.columns;
     double turns = (double)divide_up(tiles, geometry.workers);
+    double idle = turns * (double)geometry.workers / (double)tiles - 1;
     w->bytes = (double)spec->out_features * (double)spec->in_features;
     w->inside[0] = turns * (double)(splits ? divide_up(steps, w->blocks) : steps);
     w->inside[1] = turns;
     w->inside[2] = (double)(tiles * steps);
     w->beside[0] = spec->quantized_input ? 0 : (double)(p->tokens * spec->in_features);
     w->beside[1] = splits ? w->blocks : 0;
+    w->beside[2] = w->bytes * idle; /* memory is idle in a last turn of few tiles */
     w->rates = config + SHAPE_COUNT * (int)(spec->input - MOQ_INPUT_E4M3_TENSOR);
     return true;
 }
