@@ -32,11 +32,15 @@ DEMO   ?= tests/data/checkpoints/llama_nvfp4_kvfp8
 # The tests and the demo run what was installed, never the source tree they are started in.
 export PYTHONSAFEPATH = 1
 
+# Rewriting the asserts of all tests takes each process of pytest six seconds, unless an earlier one has kept its work.
+unexport PYTHONDONTWRITEBYTECODE
+
 SOURCES  := setup.py pyproject.toml MANIFEST.in README.md $(shell find csrc moqext python -type f \
               -not -name '*.so' -not -name '*.pyc')
 C_FILES   = $(shell find csrc tests -name third_party -prune -o -name '*.[ch]' -print -o -name '*.cu' -print -o -name '*.cuh' -print)
 
-.PHONY: demo test cuda-archs oldest frameworks sglang vllm lint format sanitize sanitize-cuda fuzz checkpoints clean
+.PHONY: demo test cuda-archs oldest frameworks sglang vllm lint format sanitize sanitize-cuda fuzz checkpoints \
+        packages clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -120,6 +124,9 @@ $(ENVIRONMENTS:=/.made-$(HASH)):
 	  { echo "moqext needs Python >= 3.11, but $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(@D)
 	touch $@
+
+# The packages of environments that .ci/run wants, to be fetched while something else is built.
+packages: .venv/.needs-test-$(HASH) .venv-sanitize/.needs-$(HASH) .venv-frameworks/.needs-$(HASH)
 
 # Objects stay in build/temp* between builds; what was gathered for an earlier wheel must not.
 FRESH = rm -rf build/lib* build/bdist*

@@ -483,7 +483,7 @@ def extension():
             "-fno-sanitize-recover=undefined",
             "-fno-omit-frame-pointer",
         ]
-        compile_args += ["-O1", "-g", "-DMOQ_CHECKED", *sanitize]
+        compile_args += ["-O1", "-g1", "-DMOQ_CHECKED", *sanitize]  # reports name lines, no variables
         link_args += sanitize
     sources = [path for floor in FLOORS for path in sorted(Path("csrc", floor).rglob("*.c"))]
     if platform.machine() not in ("x86_64", "AMD64"):

@@ -5,8 +5,13 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
+
+# Workers of pytest share the cores: threads of the reference's products would wait for each other, busily.
+if "OMP_NUM_THREADS" not in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import numpy as np
 
 with suppress(ImportError):  # what a machine does besides makes no example too slow
     from hypothesis import HealthCheck, settings

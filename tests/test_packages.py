@@ -1,6 +1,7 @@
 """The packages of moqext: each uses only those below it, and no module needs itself on its way."""
 
 import ast
+import functools
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -37,7 +38,10 @@ def dotted(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-FILES = {dotted(path): ast.parse(path.read_text()) for path in sorted((ROOT / "moqext").rglob("*.py"))}
+@functools.cache
+def modules():
+    """The tree of every module by its name."""
+    return {dotted(path): ast.parse(path.read_text()) for path in sorted((ROOT / "moqext").rglob("*.py"))}
 
 
 def parts_of(module):
@@ -86,7 +90,7 @@ def late_imports(tree):
     """The modules of moqext that functions import when they are called."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from imported(node, FILES)
+            yield from imported(node, modules())
 
 
 def test_the_checks_see_violations():
@@ -105,18 +109,18 @@ def test_the_checks_see_violations():
 
 
 def test_packages_use_the_packages_below():
-    assert len(FILES) > 80
-    assert list(upward(FILES)) == []
+    assert len(modules()) > 80
+    assert list(upward(modules())) == []
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    assert circle(FILES) is None
+    assert circle(modules()) is None
 
 
 @pytest.mark.parametrize("find", [guards, late_imports])
 def test_no_import_hides_from_the_order(find):
     """An import that is for type checkers alone, or waits for a call, holds a circle open."""
-    assert {module: found for module, tree in FILES.items() if (found := list(find(tree)))} == {}
+    assert {module: found for module, tree in modules().items() if (found := list(find(tree)))} == {}
 
 
 def test_every_folder_is_a_package():

@@ -42,7 +42,7 @@ moq_target moq_find_target(moq_device device) {
     if (device.kind != MOQ_CUDA)
         return target;
     if (moq_cuda_query_device(device.index, &found, &err) != MOQ_OK) {
-        snprintf(target.missing, sizeof target.missing, "%.150s", moq_err_message(&err, message));
+        snprintf(target.missing, sizeof target.missing, "%.255s", moq_err_message(&err, message));
         return target;
     }
     moq_chip chip = {found.name,       10 * found.major + found.minor,

@@ -86,7 +86,7 @@ def build(out: Path, compiler: str, *, fuzzer: bool, sanitize: bool) -> dict[str
     Raises:
         BuildError: a file does not compile; the text is the compiler's.
     """
-    flags = [*FLAGS, "-O2" if fuzzer else "-O1", *(SANITIZE if sanitize else [])]
+    flags = [*FLAGS, "-O2" if fuzzer else "-O0", *(SANITIZE if sanitize else [])]
     instrument = ["-fsanitize=fuzzer-no-link"] if fuzzer else []
     sources = [path for floor in FLOORS for path in sorted((ROOT / "csrc" / floor).glob("*.c"))]
     sources += sorted((ROOT / "csrc" / "cuda" / "choice").glob("*.c"))
