@@ -8,6 +8,7 @@ from moqext import LinearMethod, reference
 
 from .quantize_cases import swizzled
 
+GENERAL = ("MXFP8", "W4A16_AWQ", "W4A8_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL")
 ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4")
 COMPUTES = [(algo, "exact") for algo in ALGOS] + [
     ("NVFP4", "fp8"),
@@ -77,6 +78,19 @@ def block_scales(rng, *shape):
     return np.where(rng.random(shape) < 0.06, rng.choice(np.uint8([0, 0x80]), shape), codes)
 
 
+def random_general_part(rng, algo, rows, columns):
+    """Codes that only general kernels read, with their scales."""
+    floats = lambda *shape: np.exp2(rng.uniform(-12, -4, shape)).astype(np.float32)  # noqa: E731
+    if algo == "MXFP8":
+        powers = rng.integers(100, 120, (rows, columns // 32), dtype=np.uint8)
+        return {"weight": e4m3_codes(rng, rows, columns), "weight_scale": powers}
+    if "AWQ" in algo:
+        codes = rng.integers(0, 256, (rows // 2, columns), dtype=np.uint8)
+        part = {"weight": codes, "weight_scale": floats(rows, columns // 128)}
+        return part | ({"weight_scale_2": floats()} if algo == "W4A8_AWQ" else {})
+    return {"weight": rng.integers(-128, 128, (rows, columns), dtype=np.int8), "weight_scale": floats(rows)}
+
+
 def random_part(rng, algo, rows, columns, group_size=None, input_scale=True):
     scalar = lambda: np.array(random_scale(rng))  # noqa: E731
     if "NVFP4" in algo:
@@ -92,11 +106,14 @@ def random_part(rng, algo, rows, columns, group_size=None, input_scale=True):
             "weight": e4m3_codes(rng, rows, columns),
             "weight_scale": np.exp2(rng.uniform(-12, -4, blocks)).astype(np.float32),
         }
+    elif algo in GENERAL:
+        part = random_general_part(rng, algo, rows, columns)
     else:
         per_row = algo == "FP8_PER_CHANNEL_PER_TOKEN"
         scale = np.exp2(rng.uniform(-12, -4, rows)).astype(np.float32) if per_row else scalar()
         part = {"weight": e4m3_codes(rng, rows, columns), "weight_scale": scale}
-    if algo in ("FP8", "NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8") and input_scale:
+    static = ("FP8", "NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL")
+    if algo in static and input_scale:
         part["input_scale"] = scalar()
     return part
 

@@ -49,9 +49,12 @@ def _expert_part(rng: Any, algo: str, rows: int, columns: int, group_size: int |
     size = float(np.sqrt(np.mean(np.square(reference.dequantize(part, algo, group_size=group_size)))))
     role = "weight_scale_2" if "NVFP4" in algo else "weight_scale"
     factor = np.float32(np.exp2(rng.uniform(-2, 1)) / (max(size, 1e-30) * np.sqrt(columns)))
-    part[role] = np.asarray(part[role] * factor, np.float32)
+    if algo == "MXFP8":
+        part[role] = (part[role].astype(int) + int(np.rint(np.log2(factor)))).astype(np.uint8)
+    else:
+        part[role] = np.asarray(part[role] * factor, np.float32)
     if "input_scale" in part:
-        largest = 2688 if algo in ("NVFP4", "NVFP4_AWQ") else 448
+        largest = 2688 if algo in ("NVFP4", "NVFP4_AWQ") else 127 if "W8A8" in algo else 448
         part["input_scale"] = np.array(np.exp2(rng.uniform(-1, 1)) * TYPICAL_LARGEST / largest, np.float32)
     return part
 
@@ -77,7 +80,7 @@ def _projection(
             stacks[role] = stacks[role] if parts > 1 else stacks[role][:, 0]
         else:
             stacks[role] = np.stack([np.concatenate(expert) for expert in values])
-    if algo == "NVFP4_AWQ":
+    if "AWQ" in algo or algo == "W8A8_SQ_PER_CHANNEL":
         smooth = np.exp2(rng.uniform(-2, 2, (experts, columns))).astype(np.float32)
         stacks["pre_quant_scale"] = reference.encode(smooth, "bfloat16")
     return stacks

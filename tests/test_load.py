@@ -9,6 +9,8 @@ import pytest
 from moqext import Checkpoint, CheckpointError, UnsupportedQuantization, reference
 
 from .linear_cases import assert_close, random_x
+from .svd_files import LAYER as SVD_LAYER
+from .svd_files import write_svd
 from .work import each
 
 QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
@@ -19,16 +21,20 @@ RUNNABLE = (
     "llama_nvfp4_kvfp8",
     "llama_w4a16_nvfp4",
     "llama_w4a8_nvfp4_fp8",
+    "llama_mxfp8",
+    "llama_int4_awq",
+    "llama_w4a8_awq",
+    "llama_int8_sq",
 )
 
 
-def expected(checkpoint, names, x):
+def expected(checkpoint, names, x, dtype="float32"):
     """The layers one by one through the reference, side by side."""
     outputs = []
     for name in names:
         record = checkpoint.layer(name)
         params = {role: checkpoint.tensor(tensor) for role, tensor in record.tensors.items()}
-        outputs.append(reference.linear(x, params, record.quant_algo, out_dtype="float64"))
+        outputs.append(reference.linear(x, params, record.quant_algo, x_dtype=dtype, out_dtype="float64"))
     return np.concatenate(outputs, axis=-1)
 
 
@@ -41,7 +47,7 @@ def test_fused_qkv_equals_the_three_layers(data, rng, case, dtype):
         assert layer.names == tuple(QKV)
         x = random_x(rng, (2, 3, layer.in_features), dtype)
         y = layer(x)
-        assert_close(y, expected(checkpoint, QKV, reference.as_float32(x)), dtype)
+        assert_close(y, expected(checkpoint, QKV, reference.as_float32(x), dtype), dtype)
         alone = [checkpoint.load(name, dtype=dtype)(x) for name in QKV]
         np.testing.assert_array_equal(y, np.concatenate(alone, axis=-1))
 
@@ -96,25 +102,14 @@ def test_runs_on_torch_tensors(data, rng):
         layer(x.float().requires_grad_())
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "llama_mxfp8",
-        "llama_w4a8_mxfp4_fp8",
-        "llama_int4_awq",
-        "llama_w4a8_awq",
-        "llama_int8_sq",
-    ],
-)
-def test_recognised_formats_that_do_not_run_say_so(data, case):
-    with Checkpoint(data / "checkpoints" / case) as checkpoint:
-        algo = checkpoint.layer(QKV[0]).quant_algo
+def test_recognised_formats_that_do_not_run_say_so(tmp_path, rng):
+    with Checkpoint(write_svd(tmp_path / "svd", rng)) as checkpoint:
         with pytest.raises(
-            UnsupportedQuantization, match=f"q_proj: {algo} has no linear method; supported are"
+            UnsupportedQuantization, match="up_proj: NVFP4_SVD has no linear method; supported are"
         ) as caught:
-            checkpoint.load(QKV[0])
+            checkpoint.load(SVD_LAYER)
         assert str(caught.value).endswith("; `dequantize` and `moqext convert --to bf16` do read it")
-        assert np.isfinite(checkpoint.dequantize(QKV[0])).all()
+        assert np.isfinite(checkpoint.dequantize(SVD_LAYER)).all()
 
 
 def test_layers_that_do_not_belong_together(data):

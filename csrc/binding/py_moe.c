@@ -105,11 +105,13 @@ static int take_names(PyObject **v, moq_moe_names *names) {
 static int take_interleaving(PyObject *value, moe_object *self) {
     const moq_linear_spec *w13 = &self->spec.w13;
     int truth = PyObject_IsTrue(value);
-    bool blocks = w13->weight == MOQ_WEIGHT_E4M3_BLOCK;
+    bool blocks = moq_weight_has_scale_matrix(&w13->matrix);
     self->interleaved = truth > 0;
     if (truth > 0 && (!self->spec.gated || blocks)) {
         PyErr_Format(PyExc_ValueError, "interleaved: rows of gate and up cannot take turns in %s",
-                     blocks ? "blocks of 128 x 128" : "one projection");
+                     !self->spec.gated                      ? "one projection"
+                     : w13->weight == MOQ_WEIGHT_E4M3_BLOCK ? "blocks of 128 x 128"
+                                                            : "pairs of rows");
         return -1;
     }
     return truth < 0 ? -1 : 0;

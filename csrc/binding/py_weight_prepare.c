@@ -106,10 +106,11 @@ static int open_weight(const moq_prepared_weight *about, weight_args *p) {
 /* ---- the tensors of the checkpoint ---- */
 
 static moq_dtype source_dtype(const moq_weight *w, int which) {
-    bool e2m1 = w->checkpoint == MOQ_WEIGHT_E2M1;
     if (which == SOURCE_WEIGHT)
-        return e2m1 ? MOQ_DT_E2M1X2 : MOQ_DT_E4M3;
-    return which == SOURCE_SCALE && e2m1 ? MOQ_DT_E4M3 : MOQ_DT_NONE;
+        return moq_weight_code_dtype(w);
+    if (which == SOURCE_SCALE && w->checkpoint == MOQ_WEIGHT_E4M3_GROUP)
+        return MOQ_DT_E8M0;
+    return which == SOURCE_SCALE && w->checkpoint == MOQ_WEIGHT_E2M1 ? MOQ_DT_E4M3 : MOQ_DT_NONE;
 }
 
 /* Reads numbers where NumPy has no dtype of theirs: bfloat16 arrives as uint16, powers of two as
@@ -164,7 +165,8 @@ static void separate_rows(source_args *source) {
 /* Codes, scales of their groups and scales of rows have a row for each row of the weight. */
 static bool has_rows(const moq_weight *w, int which, const moq_tensor *view) {
     bool by_row = which == SOURCE_WEIGHT ||
-                  (which == SOURCE_SCALE && (w->checkpoint == MOQ_WEIGHT_E2M1 || w->per_row_scale));
+                  (which == SOURCE_SCALE && (w->checkpoint == MOQ_WEIGHT_E2M1 || w->per_row_scale ||
+                                             w->checkpoint == MOQ_WEIGHT_E4M3_GROUP));
     return by_row && view->ndim > 0 && view->shape[0] == w->out_features;
 }
 
@@ -196,7 +198,7 @@ static int take_source(moq_state *state, weight_args *p, PyObject *object, int w
 
 static bool has_source(const moq_weight *w, int which) {
     if (which == SOURCE_SCALE_2)
-        return w->checkpoint == MOQ_WEIGHT_E2M1;
+        return w->checkpoint == MOQ_WEIGHT_E2M1 || w->unused_scale_2;
     return which != SOURCE_PRE_QUANT_SCALE || w->pre_quant_scale;
 }
 

@@ -23,7 +23,6 @@
     .group = MOQ_INT4_GROUP, .pre_quant_scale = true
 #define INT8_WEIGHT .codes = MOQ_STORED_INT8, .scales = MOQ_SCALES_ROWS, .scale_dtype = MOQ_DT_F32
 #define STATIC_INPUT(max) .input_scale = MOQ_STATIC_EXPECTED, .input_max = (max)
-#define INT8_MAX_CODE     127.0f
 
 /* NVFP4 runs "exact" with activations as they are: e2m1 x e4m3 fits in bfloat16's significand, so
  * this is the most accurate reading of the checkpoint, and what engines run before Blackwell. */
@@ -98,18 +97,32 @@ static const moq_algo_facts FACTS[MOQ_ALGO_COUNT] = {
     [MOQ_ALGO_MXFP8] = {.name = "MXFP8",
                         .family = MOQ_FAMILY_MXFP8,
                         .codes = MOQ_STORED_E4M3,
-                        MX_SCALES},
-    [MOQ_ALGO_W4A16_AWQ] = {.name = "W4A16_AWQ", .aliases = {"INT4_AWQ"}, INT4_WEIGHT},
+                        MX_SCALES,
+                        .has_linear = true,
+                        .input = MOQ_INPUT_AS_IS},
+    [MOQ_ALGO_W4A16_AWQ] = {.name = "W4A16_AWQ",
+                            .aliases = {"INT4_AWQ"},
+                            INT4_WEIGHT,
+                            .has_linear = true,
+                            .input = MOQ_INPUT_AS_IS},
     [MOQ_ALGO_W4A8_AWQ] = {.name = "W4A8_AWQ",
                            INT4_WEIGHT,
                            .second = MOQ_SECOND_UNUSED,
-                           STATIC_INPUT(MOQ_E4M3_MAX)},
+                           STATIC_INPUT(MOQ_E4M3_MAX),
+                           .has_linear = true,
+                           .input = MOQ_INPUT_E4M3_TENSOR},
     [MOQ_ALGO_W8A8_SQ_PER_CHANNEL] = {.name = "W8A8_SQ_PER_CHANNEL",
                                       .aliases = {"INT8_SQ"},
                                       INT8_WEIGHT,
                                       .pre_quant_scale = true,
-                                      STATIC_INPUT(INT8_MAX_CODE)},
-    [MOQ_ALGO_W8A16] = {.name = "W8A16", .aliases = {"INT8_WO"}, INT8_WEIGHT},
+                                      STATIC_INPUT(MOQ_INT8_MAX),
+                                      .has_linear = true,
+                                      .input = MOQ_INPUT_INT8},
+    [MOQ_ALGO_W8A16] = {.name = "W8A16",
+                        .aliases = {"INT8_WO"},
+                        INT8_WEIGHT,
+                        .has_linear = true,
+                        .input = MOQ_INPUT_AS_IS},
     [MOQ_ALGO_MIXED_PRECISION] = {.name = "MIXED_PRECISION", .family = MOQ_FAMILY_MIXED},
 };
 

@@ -90,8 +90,14 @@ typedef enum {
     MOQ_INPUT_E4M3_TENSOR, /* one scale: the layer's input_scale, or amax / 448 without one */
     MOQ_INPUT_E4M3_TOKEN,  /* one scale per row of x, from its amax */
     MOQ_INPUT_E4M3_GROUP,  /* one scale per row and 128 columns */
-    MOQ_INPUT_NVFP4        /* e2m1 codes, e4m3 scale per 16 columns, second-level input_scale */
+    MOQ_INPUT_NVFP4,       /* e2m1 codes, e4m3 scale per 16 columns, second-level input_scale */
+    MOQ_INPUT_INT8         /* the layer's input_scale, or one scale per row of x without one */
 } moq_input_mode;
+
+/* True for treatments that use a layer's input_scale. */
+static inline bool moq_input_has_scale(moq_input_mode input) {
+    return input == MOQ_INPUT_E4M3_TENSOR || input == MOQ_INPUT_NVFP4 || input == MOQ_INPUT_INT8;
+}
 
 enum { MOQ_ALIASES_MAX = 3 };
 

@@ -12,6 +12,7 @@
 
 /* E4M3: bias 7, no infinity, NaN 0x7f and 0xff. */
 #define MOQ_E4M3_MAX           448.0f
+#define MOQ_INT8_MAX           127.0f
 #define MOQ_E4M3_MIN_SUBNORMAL 0x1p-9f
 /* E2M1: {0, .5, 1, 1.5, 2, 3, 4, 6} and their negatives. */
 #define MOQ_E2M1_MAX 6.0f

@@ -40,7 +40,13 @@ static moq_status find_algo(const char *name, const moq_algo_facts **facts, moq_
 static moq_weight_layout stored_layout(const moq_algo_facts *facts) {
     if (facts->codes == MOQ_STORED_E2M1)
         return MOQ_WEIGHT_E2M1;
-    return facts->scales == MOQ_SCALES_BLOCKS ? MOQ_WEIGHT_E4M3_BLOCK : MOQ_WEIGHT_E4M3_ROW;
+    if (facts->codes == MOQ_STORED_INT8)
+        return MOQ_WEIGHT_INT8_ROW;
+    if (facts->codes == MOQ_STORED_INT4)
+        return MOQ_WEIGHT_INT4_GROUP;
+    return facts->scales == MOQ_SCALES_BLOCKS   ? MOQ_WEIGHT_E4M3_BLOCK
+           : facts->scales == MOQ_SCALES_GROUPS ? MOQ_WEIGHT_E4M3_GROUP
+                                                : MOQ_WEIGHT_E4M3_ROW;
 }
 
 static moq_status parse_compute(const char *name, moq_compute *compute, moq_err *err) {
@@ -67,10 +73,12 @@ static moq_status apply_compute(moq_weight *weight, moq_err *err) {
             weight->input = MOQ_INPUT_E4M3_TOKEN;
         return MOQ_OK;
     }
-    if (weight->checkpoint != MOQ_WEIGHT_E2M1)
+    bool folds = weight->checkpoint == MOQ_WEIGHT_E4M3_GROUP && weight->compute == MOQ_COMPUTE_FP8;
+    if (weight->checkpoint != MOQ_WEIGHT_E2M1 && !folds)
         return moq_fail(err, MOQ_ERR_UNSUPPORTED,
-                        "compute \"%s\" is for NVFP4 weights; %s runs with compute \"exact\"",
-                        moq_compute_name(weight->compute), weight->algo);
+                        "compute \"%s\" is for NVFP4 weights; %s runs with compute \"exact\"%s",
+                        moq_compute_name(weight->compute), weight->algo,
+                        weight->checkpoint == MOQ_WEIGHT_E4M3_GROUP ? " or \"fp8\"" : "");
     if (weight->compute == MOQ_COMPUTE_FP8) {
         if (!packs)
             weight->weight = MOQ_WEIGHT_E4M3_ROW;
@@ -134,7 +142,16 @@ static moq_status check_sizes(const moq_weight_names *names, moq_weight *weight,
     weight->experts = names->experts;
     weight->in_features = k;
     MOQ_TRY(check_partitions(names, weight, err));
-    if (weight->checkpoint == MOQ_WEIGHT_E2M1 && k % weight->group_size)
+    bool groups = weight->checkpoint == MOQ_WEIGHT_E2M1 ||
+                  weight->checkpoint == MOQ_WEIGHT_E4M3_GROUP ||
+                  weight->checkpoint == MOQ_WEIGHT_INT4_GROUP;
+    for (int32_t i = 0; i < weight->partition_count; i++)
+        if (weight->checkpoint == MOQ_WEIGHT_INT4_GROUP && weight->partition[i] % 2)
+            return moq_fail(err, MOQ_ERR_VALUE,
+                            "out_partitions[%d]: expected an even size for %s, which stores two "
+                            "rows in one, got %lld",
+                            (int)i, weight->algo, (long long)weight->partition[i]);
+    if (groups && k % weight->group_size)
         return moq_fail_of(err, MOQ_ERR_VALUE, columns,
                            "expected a multiple of the group size %d for %s, got %lld",
                            (int)weight->group_size, weight->algo, (long long)k);
@@ -151,6 +168,7 @@ moq_status moq_weight_resolve(const moq_weight_names *names, moq_weight *weight,
     weight->input = facts->input;
     weight->checkpoint_input_scale = facts->input_scale != MOQ_STATIC_NONE;
     weight->pre_quant_scale = facts->pre_quant_scale;
+    weight->unused_scale_2 = facts->second == MOQ_SECOND_UNUSED;
     MOQ_TRY(parse_compute(names->compute, &weight->compute, err));
     MOQ_TRY(check_group(facts, names->group_size, weight, err));
     MOQ_TRY(check_sizes(names, weight, err));
@@ -166,7 +184,8 @@ moq_status moq_weight_promise_one_input_scale(moq_weight *weight, moq_err *err) 
 }
 
 int64_t moq_weight_partition_blocks(const moq_weight *weight, int32_t partition) {
-    return divide_up(weight->partition[partition], MOQ_FP8_BLOCK);
+    int64_t rows = weight->partition[partition];
+    return weight->checkpoint == MOQ_WEIGHT_INT4_GROUP ? rows : divide_up(rows, MOQ_FP8_BLOCK);
 }
 
 int64_t moq_weight_block_rows(const moq_weight *weight) {
@@ -243,8 +262,25 @@ static int code_params(const moq_weight *weight, moq_weight_layout layout, moq_p
                            moq_weight_block_rows(weight) * MOQ_SWIZZLE_ROWS,
                            moq_swizzle_across(columns) * MOQ_SWIZZLE_COLUMNS);
         return 2;
+    case MOQ_WEIGHT_E4M3_GROUP:
+        params[0] = matrix(MOQ_PARAM_WEIGHT, "codes", MOQ_DT_E4M3, n, k);
+        params[1] = matrix(MOQ_PARAM_WEIGHT_SCALE, "scale", MOQ_DT_E8M0, n, columns);
+        return 2;
+    case MOQ_WEIGHT_INT8_ROW:
+        params[0] = matrix(MOQ_PARAM_WEIGHT, "codes", MOQ_DT_I8, n, k);
+        return 1;
+    case MOQ_WEIGHT_INT4_GROUP:
+        params[0] = matrix(MOQ_PARAM_WEIGHT, "codes", MOQ_DT_U8, n / 2, k);
+        params[1] = matrix(MOQ_PARAM_WEIGHT_SCALE, "scale", MOQ_DT_F32, n, columns);
+        return 2;
     }
     return 0;
+}
+
+moq_dtype moq_weight_code_dtype(const moq_weight *weight) {
+    moq_param_spec params[MOQ_MAX_PARAMS];
+    code_params(weight, weight->checkpoint, params);
+    return params[0].dtype;
 }
 
 bool moq_weight_folds(const moq_weight *weight) {
@@ -281,11 +317,13 @@ static int stack_params(const moq_weight *weight, moq_param_spec *params, int co
 int moq_weight_checkpoint_params(const moq_weight *weight, moq_param_spec *params) {
     int64_t parts = weight->partition_count;
     int count = code_params(weight, weight->checkpoint, params);
-    if (weight->checkpoint == MOQ_WEIGHT_E4M3_ROW)
+    if (weight->checkpoint == MOQ_WEIGHT_E4M3_ROW || weight->checkpoint == MOQ_WEIGHT_INT8_ROW)
         params[count++] = vector(MOQ_PARAM_WEIGHT_SCALE, "scale",
                                  weight->per_row_scale ? weight->out_features : parts, true);
     if (weight->checkpoint == MOQ_WEIGHT_E2M1)
         params[count++] = vector(MOQ_PARAM_WEIGHT_SCALE_2, "scale", parts, true);
+    if (weight->unused_scale_2)
+        params[count++] = vector(MOQ_PARAM_WEIGHT_SCALE_2, "scale", parts, false);
     if (weight->checkpoint_input_scale)
         params[count++] = vector(MOQ_PARAM_INPUT_SCALE, "scale", parts, false);
     if (weight->pre_quant_scale)
@@ -295,11 +333,11 @@ int moq_weight_checkpoint_params(const moq_weight *weight, moq_param_spec *param
 
 int moq_weight_prepared_params(const moq_weight *weight, moq_param_spec *params) {
     int count = code_params(weight, weight->weight, params);
-    if (weight->weight != MOQ_WEIGHT_E4M3_BLOCK)
+    if (moq_weight_has_output_scale(weight))
         params[count++] = vector(MOQ_PARAM_OUTPUT_SCALE, "factor", weight->out_features, true);
     if (moq_weight_folds(weight))
         params[count++] = vector(MOQ_PARAM_FOLD_SCALE, "factor", weight->out_features, true);
-    if (weight->input == MOQ_INPUT_E4M3_TENSOR || weight->input == MOQ_INPUT_NVFP4)
+    if (moq_input_has_scale(weight->input))
         params[count++] = vector(MOQ_PARAM_INPUT_SCALE, "scale", weight->partition_count, false);
     if (weight->pre_quant_scale)
         params[count++] = vector(MOQ_PARAM_PRE_QUANT_SCALE, "factor", weight->in_features, false);

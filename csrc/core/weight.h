@@ -27,12 +27,16 @@ extern "C" {
 typedef enum { MOQ_COMPUTE_EXACT, MOQ_COMPUTE_FP8, MOQ_COMPUTE_FP4, MOQ_COMPUTE_AUTO } moq_compute;
 
 typedef enum {
-    MOQ_WEIGHT_E4M3_ROW,     /* e4m3 [N, K]; one factor per row */
-    MOQ_WEIGHT_E4M3_BLOCK,   /* e4m3 [N, K]; float32 scale per 128 x 128 block of a partition */
-    MOQ_WEIGHT_E2M1,         /* packed e2m1 [N, K / 2]; e4m3 scale per group of K; factor per row */
-    MOQ_WEIGHT_E2M1_PACKED,  /* the same codes and scales as core/nvfp4_packed.h has them */
-    MOQ_WEIGHT_E2M1_SWIZZLED /* the same codes; scales of each partition as core/swizzle.h has them
-                              */
+    MOQ_WEIGHT_E4M3_ROW,    /* e4m3 [N, K]; one factor per row */
+    MOQ_WEIGHT_E4M3_BLOCK,  /* e4m3 [N, K]; float32 scale per 128 x 128 block of a partition */
+    MOQ_WEIGHT_E2M1,        /* packed e2m1 [N, K / 2]; e4m3 scale per group of K; factor per row */
+    MOQ_WEIGHT_E2M1_PACKED, /* the same codes and scales as core/nvfp4_packed.h has them */
+    MOQ_WEIGHT_E2M1_SWIZZLED, /* the same codes; scales of each partition as core/swizzle.h has them
+                               */
+    /* Layouts that only general kernels read, as the checkpoint stores them: */
+    MOQ_WEIGHT_E4M3_GROUP, /* e4m3 [N, K]; E8M0 scale per group of K */
+    MOQ_WEIGHT_INT8_ROW,   /* int8 [N, K]; one factor per row */
+    MOQ_WEIGHT_INT4_GROUP  /* int4 [N / 2, K], rows 2i (low) and 2i + 1; float32 scale per group */
 } moq_weight_layout;
 
 /* The members of a weight, and of a problem that has one weight (core/linear.h), so that kernels
@@ -48,8 +52,9 @@ typedef enum {
     bool one_input_scale;         /* the partitions have the same */                               \
     bool checkpoint_input_scale;  /* the algorithm writes an input_scale (it may be absent) */     \
     bool pre_quant_scale;         /* and, where none was folded elsewhere, a pre_quant_scale */    \
-    int32_t group_size;           /* along K: 16 or 32 for e2m1, 128 for blocks, 0 for rows */     \
-    int32_t experts;              /* of a stack; 0 for a matrix */                                 \
+    bool unused_scale_2;          /* and a weight_scale_2 that is no part of the weight */         \
+    int32_t group_size; /* along K: 16 or 32 for e2m1, 128 for blocks and int4, 0 for rows */      \
+    int32_t experts;    /* of a stack; 0 for a matrix */                                           \
     int place; /* of the stack's tensors among those of a layer: MOQ_PARAM_OF_W13, or 0 */         \
     int64_t in_features;  /* K */                                                                  \
     int64_t out_features; /* N: sum of the partitions */                                           \
@@ -115,14 +120,40 @@ moq_status moq_weight_resolve(const moq_weight_names *names, moq_weight *weight,
  * there is none. */
 moq_status moq_weight_promise_one_input_scale(moq_weight *weight, moq_err *err);
 
+/* The dtype of the codes in the checkpoint. */
+moq_dtype moq_weight_code_dtype(const moq_weight *weight);
+
 /* The number of matrices: 1 that is no stack, or the experts. */
 static inline int64_t moq_weight_matrices(const moq_weight *weight) {
     return weight->experts ? weight->experts : 1;
 }
 
-/* Rows of 128 x 128 block scales of one partition. */
+/* True for layouts that only general kernels read. */
+static inline bool moq_layout_is_general(moq_weight_layout layout) {
+    return layout >= MOQ_WEIGHT_E4M3_GROUP;
+}
+
+/* True if the checkpoint has a matrix of float scales: of 128 x 128 blocks, or of groups of int4.
+ */
+static inline bool moq_weight_has_scale_matrix(const moq_weight *weight) {
+    return weight->checkpoint == MOQ_WEIGHT_E4M3_BLOCK ||
+           weight->checkpoint == MOQ_WEIGHT_INT4_GROUP;
+}
+
+/* True if the prepared form has a factor for each row. */
+static inline bool moq_weight_has_output_scale(const moq_weight *weight) {
+    return weight->weight != MOQ_WEIGHT_E4M3_BLOCK && weight->weight != MOQ_WEIGHT_E4M3_GROUP &&
+           weight->weight != MOQ_WEIGHT_INT4_GROUP;
+}
+
+/* Rows of codes of so many rows of the weight: int4 has two in one. */
+static inline int64_t moq_code_rows_of(moq_weight_layout layout, int64_t rows) {
+    return layout == MOQ_WEIGHT_INT4_GROUP ? rows / 2 : rows;
+}
+
+/* Rows of the scale matrix of one partition: 128 x 128 blocks, or rows of int4. */
 int64_t moq_weight_partition_blocks(const moq_weight *weight, int32_t partition);
-/* Rows of 128 x 128 block scales of a matrix: every partition starts a new row of blocks. */
+/* Rows of the scale matrix of a weight: every partition starts a new row of blocks. */
 int64_t moq_weight_block_rows(const moq_weight *weight);
 /* Columns of the scale that runs along K: ceil(K / group_size). */
 int64_t moq_weight_scale_columns(const moq_weight *weight);

@@ -164,15 +164,17 @@ static void read_activation(const moq_pass *p, int64_t m, float *row) {
 static moq_linear_call call_of(const moq_linear_spec *spec, const moq_moe_weight *w, int64_t expert,
                                const moq_tensor *y, int64_t rows) {
     int64_t n = spec->out_features, k = spec->in_features;
-    bool e2m1 = spec->weight == MOQ_WEIGHT_E2M1, blocks = spec->weight == MOQ_WEIGHT_E4M3_BLOCK;
-    int64_t scales = e2m1     ? n * moq_linear_scale_columns(spec)
-                     : blocks ? moq_linear_block_rows(spec) * moq_linear_scale_columns(spec) * 4
-                              : 0;
+    bool e2m1 = spec->weight == MOQ_WEIGHT_E2M1;
+    bool bytes = e2m1 || spec->weight == MOQ_WEIGHT_E4M3_GROUP;
+    int64_t scales = bytes ? n * moq_linear_scale_columns(spec)
+                     : moq_weight_has_scale_matrix(&spec->matrix)
+                         ? moq_linear_block_rows(spec) * moq_linear_scale_columns(spec) * 4
+                         : 0;
     return (moq_linear_call){
         .spec = spec,
         .m = rows,
         .y = y,
-        .weight = w->weight + expert * n * (e2m1 ? k / 2 : k),
+        .weight = w->weight + expert * moq_code_rows_of(spec->weight, n) * (e2m1 ? k / 2 : k),
         .weight_scale = w->weight_scale ? (const uint8_t *)w->weight_scale + expert * scales : NULL,
         .output_scale = w->output_scale ? w->output_scale + expert * n : NULL,
         .input_scale = w->input_scale ? w->input_scale + expert * spec->partition_count : NULL,

@@ -65,9 +65,10 @@ static double decode_as_is(const moq_pass *p, const moq_pass_row *r, void *out) 
     return power;
 }
 
-/* e2m1 weights have their own order of columns. */
+/* e2m1 weights have their own order of columns, which general ones have, too. */
 static void decode_codes(const moq_pass *p, const moq_pass_row *r, void *out) {
-    if (p->call->spec->weight != MOQ_WEIGHT_E2M1) {
+    moq_weight_layout weight = p->call->spec->weight;
+    if (weight != MOQ_WEIGHT_E2M1 && !moq_layout_is_general(weight)) {
         p->tiles->decode_e4m3(r->codes, p->k, out);
         return;
     }
@@ -108,6 +109,11 @@ static float find_codes(const moq_pass *p, const moq_pass_row *r, int64_t m) {
     case MOQ_INPUT_E4M3_GROUP:
         moq_quantize_row_fp8_group(r->row, p->k, MOQ_FP8_BLOCK, r->codes, r->scales);
         break;
+    case MOQ_INPUT_INT8:
+        if (!p->call->input_scale)
+            factor = moq_int8_scale(r->row, p->k);
+        moq_round_row_int8(r->row, p->k, 1.0f / factor);
+        break;
     }
     return factor;
 }
@@ -136,6 +142,9 @@ static double decode_x(const moq_pass *p, const moq_pass_row *r, int64_t m, void
         power = place_group_scales(p, r, m);
         tiles->decode_e4m3(r->codes, p->k, out);
         return given && has_nan(r->codes, p->k) ? NAN : power;
+    case MOQ_INPUT_INT8:
+        convert_row(p, r, out);
+        return factor;
     }
     return NAN;
 }

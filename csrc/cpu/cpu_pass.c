@@ -12,7 +12,7 @@
 enum { SMALL_M = 8, SMALL_ROWS = 8, SMALL_COLUMNS = 512, READ_BYTES = 512 };
 
 moq_regime moq_regime_of(const moq_linear_tiles *tiles, const moq_linear_spec *spec, int64_t m) {
-    if (spec->input == MOQ_INPUT_NVFP4)
+    if (spec->input == MOQ_INPUT_NVFP4 || moq_layout_is_general(spec->weight))
         return MOQ_PREFILL;
     return m <= tiles->few ? MOQ_DECODE : m <= tiles->some ? MOQ_MEDIUM : MOQ_PREFILL;
 }
@@ -20,6 +20,8 @@ moq_regime moq_regime_of(const moq_linear_tiles *tiles, const moq_linear_spec *s
 /* The powers of two that kernels leave out, of x and of the weight. */
 static double unit_of(const moq_linear_tiles *tiles, const moq_linear_spec *spec) {
     bool e2m1 = spec->weight == MOQ_WEIGHT_E2M1;
+    if (moq_layout_is_general(spec->weight))
+        return 1; /* both go through float32 */
     double of_w = e2m1 ? tiles->e2m1_unit : tiles->e4m3_unit;
     if (spec->input == MOQ_INPUT_NVFP4)
         return of_w * tiles->e2m1_unit;

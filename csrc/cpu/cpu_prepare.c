@@ -40,6 +40,15 @@ int64_t moq_cpu_find_bad_block_scale(const uint8_t *scales, int64_t count) {
     return -1;
 }
 
+/* The power of two 2^ceil(log2(largest / 448)), or 1 for a row of zeros. */
+static double fold_factor(double largest) {
+    int exponent = 0;
+    double mantissa = frexp(largest / (double)MOQ_E4M3_MAX, &exponent);
+    if (mantissa == 0.5) /* frexp gives [0.5, 1): an exact power of two needs no larger one */
+        exponent--;
+    return largest > 0 ? ldexp(1.0, exponent) : 1.0;
+}
+
 float moq_cpu_fold_e2m1_row(const uint8_t *codes, const uint8_t *scales, int64_t columns,
                             int32_t group, uint8_t *out) {
     float largest = 0;
@@ -48,15 +57,24 @@ float moq_cpu_fold_e2m1_row(const uint8_t *codes, const uint8_t *scales, int64_t
             moq_e2m1_decode(codes[k / 2] >> (4 * (k & 1))) * moq_e4m3_decode(scales[k / group]);
         largest = fmaxf(largest, fabsf(value));
     }
-    int exponent = 0;
-    float mantissa = frexpf(largest / MOQ_E4M3_MAX, &exponent);
-    if (mantissa == 0.5f) /* frexp gives [0.5, 1): an exact power of two needs no larger one */
-        exponent--;
-    float r = largest > 0 ? ldexpf(1.0f, exponent) : 1.0f;
+    float r = (float)fold_factor(largest);
     for (int64_t k = 0; k < columns; k++) {
         float value =
             moq_e2m1_decode(codes[k / 2] >> (4 * (k & 1))) * moq_e4m3_decode(scales[k / group]);
         out[k] = moq_e4m3_encode(value / r);
     }
     return r;
+}
+
+float moq_cpu_fold_mx_row(const uint8_t *codes, const uint8_t *scales, int64_t columns,
+                          int32_t group, uint8_t *out) {
+    double largest = 0;
+    for (int64_t k = 0; k < columns; k++)
+        largest =
+            fmax(largest, ldexp(fabs((double)moq_e4m3_decode(codes[k])), scales[k / group] - 127));
+    double r = fold_factor(largest);
+    for (int64_t k = 0; k < columns; k++)
+        out[k] = moq_e4m3_encode(
+            (float)(ldexp((double)moq_e4m3_decode(codes[k]), scales[k / group] - 127) / r));
+    return (float)r;
 }

@@ -318,3 +318,19 @@ void moq_cpu_quantize_nvfp4(const moq_tensor *x, float scale_2, uint8_t *packed,
     j.scales = block_scales;
     run(&j, nvfp4_work);
 }
+
+/* ---- int8 ---- */
+
+float moq_int8_scale(const float *row, int64_t n) {
+    float amax;
+    moq_cpu_row_kernels()->amax(MOQ_DT_F32, row, n, n, &amax);
+    float scale = amax / MOQ_INT8_MAX;
+    return scale < FLT_MIN ? 1.0f : scale;
+}
+
+void moq_round_row_int8(float *row, int64_t n, float inverse) {
+    for (int64_t i = 0; i < n; i++) {
+        float value = rintf(row[i] * inverse);
+        row[i] = value > 127 ? 127 : value < -128 ? -128 : value;
+    }
+}

@@ -49,4 +49,12 @@ void moq_cpu_quantize_fp8_group(const moq_tensor *x, int64_t group, uint8_t *cod
 void moq_cpu_quantize_nvfp4(const moq_tensor *x, float scale_2, uint8_t *packed,
                             uint8_t *block_scales);
 
+/* The scale of a row of int8 codes: its largest magnitude / 127, or 1 where that is below the
+ * normal numbers. */
+float moq_int8_scale(const float *row, int64_t n);
+
+/* Rounds a row to the values of its int8 codes, row * inverse to the nearest even of -128 to 127.
+ * NaN stays. */
+void moq_round_row_int8(float *row, int64_t n, float inverse);
+
 #endif

@@ -4,6 +4,7 @@
 
 #include "core/formats.h"
 #include "cpu/cpu_convert.h"
+#include "cpu/cpu_general.h"
 #include "cpu/interrupt.h"
 #include "cpu/scratch.h"
 
@@ -19,10 +20,11 @@ typedef struct {
 } tile_place;
 
 typedef struct {
-    char *weight; /* [tile_rows, tile_stride] units */
-    float *sums;  /* [strip, tile_rows, stride] */
-    float *part;  /* [tile_rows, stride], for block scales */
-    float *block; /* [strip, groups of 128]: the scales of each tile's row of blocks */
+    char *weight;  /* [tile_rows, tile_stride] units */
+    float *sums;   /* [strip, tile_rows, stride] */
+    float *part;   /* [tile_rows, stride], for block scales */
+    float *block;  /* [strip, groups of 128]: the scales of each tile's row of blocks */
+    float *values; /* [tile_columns], of general layouts: a row on its way to the kernel's unit */
     int64_t stride;
     char **row; /* [panel rows] */
 } tile_memory;
@@ -32,6 +34,8 @@ typedef struct {
 static void find_next(const moq_pass *p, const tile_place *place, int64_t first, int64_t k,
                       moq_tile *tile) {
     int64_t bits = p->call->spec->weight == MOQ_WEIGHT_E2M1 ? 4 : 8;
+    if (p->call->spec->weight == MOQ_WEIGHT_INT4_GROUP)
+        return; /* rows lie in pairs, of which the second is there with the first */
     bool down = p->strip > 1 || first + k >= p->k;
     int64_t n = down ? place->n + place->count : place->n;
     int64_t column = p->strip > 1 ? first : down ? 0 : first + k;
@@ -58,7 +62,7 @@ static void prefetch_next(const moq_tile *tile, int64_t row) {
 
 /* Rows [n, n + count) of the weight, columns [first, first + k), decoded and padded. */
 static void decode_tile(const moq_pass *p, const tile_place *place, int64_t first, int64_t k,
-                        const moq_tile *tile, char *out) {
+                        const moq_tile *tile, float *values, char *out) {
     const moq_linear_call *call = p->call;
     const moq_linear_tiles *tiles = p->tiles;
     int64_t group = call->spec->group_size, n = place->n;
@@ -66,7 +70,11 @@ static void decode_tile(const moq_pass *p, const tile_place *place, int64_t firs
         if (!tiles->fetches)
             prefetch_next(tile, r);
         char *row = out + (size_t)(r * p->tile_stride) * tiles->unit;
-        if (call->spec->weight == MOQ_WEIGHT_E2M1) {
+        if (moq_layout_is_general(call->spec->weight)) {
+            moq_cpu_decode_general(call, n + r, first, k, values);
+            moq_pad_floats(values, k);
+            tiles->convert(values, round_up(k, MOQ_TILE_STEP), MOQ_ORDER_E2M1, row);
+        } else if (call->spec->weight == MOQ_WEIGHT_E2M1) {
             const uint8_t *scales = (const uint8_t *)call->weight_scale + (n + r) * (p->k / group);
             tiles->decode_e2m1(call->weight + ((n + r) * p->k + first) / 2, scales + first / group,
                                k, group, row);
@@ -135,7 +143,7 @@ static void sum_columns(const moq_pass *p, const tile_memory *memory, const tile
                      .fresh = apart || first == 0,
                      .arranged = p->arranges};
     find_next(p, place, first, k, &tile);
-    decode_tile(p, place, first, k, &tile, memory->weight);
+    decode_tile(p, place, first, k, &tile, memory->values, memory->weight);
     if (blocks && !apart) {
         sum_blocks(p, memory, &tile);
         return;
@@ -339,7 +347,10 @@ static bool take_tile_memory(const moq_pass *p, tile_memory *memory) {
     size_t sums = (size_t)(rows * memory->stride) * sizeof(float);
     size_t rows_of_y = (size_t)p->rows * sizeof(char *);
     size_t blocks = p->group_scales ? (size_t)(p->strip * p->groups) * sizeof(float) : 0;
-    size_t bytes = weight + (size_t)(p->strip + 1) * sums + rows_of_y + blocks;
+    size_t values = moq_layout_is_general(p->call->spec->weight)
+                        ? (size_t)round_up(p->tile_columns, MOQ_TILE_STEP) * sizeof(float)
+                        : 0;
+    size_t bytes = weight + (size_t)(p->strip + 1) * sums + values + rows_of_y + blocks;
     memory->weight = moq_take_scratch(MOQ_SCRATCH_TILE, bytes);
     if (!memory->weight)
         return false;
@@ -347,7 +358,8 @@ static bool take_tile_memory(const moq_pass *p, tile_memory *memory) {
         memset(memory->weight, 0, weight); /* rows of padding are multiplied, too */
     memory->part = (float *)(memory->weight + weight);
     memory->sums = memory->part + rows * memory->stride;
-    memory->row = (char **)(memory->sums + p->strip * rows * memory->stride);
+    memory->values = memory->sums + p->strip * rows * memory->stride;
+    memory->row = (char **)((char *)memory->values + values);
     memory->block = (float *)(memory->row + p->rows);
     return true;
 }

@@ -20,6 +20,8 @@ bool moq_linear_runs_on_isa(const moq_linear_spec *spec, moq_isa isa, char *reas
              spec->input == MOQ_INPUT_AS_IS)
         snprintf(reason, size, "multiplies bfloat16, which does not hold %s activations",
                  moq_dtype_name(spec->dtype));
+    else if (isa >= MOQ_ISA_AVX512BF16 && spec->weight == MOQ_WEIGHT_INT4_GROUP)
+        snprintf(reason, size, "multiplies bfloat16, which does not hold int4 codes times scales");
     else
         return true;
     return false;

@@ -72,10 +72,41 @@ static moq_status check_blocks(const moq_weight *w, const float *scales, int64_t
     return MOQ_OK;
 }
 
+/* Checks the E8M0 scales of a row's groups. */
+static moq_status check_powers(const moq_weight *w, int64_t n, const uint8_t *groups,
+                               moq_err *err) {
+    for (int64_t g = 0; g < moq_weight_scale_columns(w); g++)
+        if (groups[g] == 0xff)
+            return moq_fail_of(err, MOQ_ERR_VALUE, moq_weight_param_name(w, MOQ_PARAM_WEIGHT_SCALE),
+                               "a NaN block scale at row %lld, column %lld", (long long)n,
+                               (long long)g);
+    return MOQ_OK;
+}
+
+/* Checks a row of int8, or one of the two rows of int4 in bytes: no code but zero may lie under a
+ * scale of zero. `scales` are of the groups of int4. */
+static moq_status check_integers(const moq_weight *w, const float *scales, bool zero, int64_t n,
+                                 const uint8_t *codes, int shift, moq_err *err) {
+    bool int4 = w->checkpoint == MOQ_WEIGHT_INT4_GROUP;
+    for (int64_t k = 0; k < w->in_features; k++) {
+        bool lost = int4 ? scales[k / w->group_size] == 0 && (codes[k] >> shift & 15) != 0
+                         : zero && codes[k] != 0;
+        if (lost)
+            return fail_lost(w, n, k, err);
+    }
+    return MOQ_OK;
+}
+
 /* Checks a row of e4m3 codes, or of e2m1 codes with the scales of their groups. */
 static moq_status check_row(const moq_weight *w, bool zero, int64_t n, const uint8_t *codes,
                             const uint8_t *groups, moq_err *err) {
     int64_t k = w->in_features, at;
+    if (w->checkpoint == MOQ_WEIGHT_INT8_ROW)
+        return check_integers(w, NULL, zero, n, codes, 0, err);
+    if (w->checkpoint == MOQ_WEIGHT_E4M3_GROUP) {
+        MOQ_TRY(check_powers(w, n, groups, err));
+        groups = NULL;
+    }
     if (zero) {
         at = groups ? moq_cpu_find_e2m1_value(codes, groups, k, w->group_size)
                     : moq_cpu_find_e4m3_value(codes, k);
@@ -93,11 +124,15 @@ moq_status moq_prepare_check_part(const moq_weight *w, const moq_prepare_part *p
     for (int64_t row = 0; row < w->partition[part->index]; row++) {
         if (moq_stops(&pace, w->in_features))
             return moq_fail(err, MOQ_ERR_INTERRUPTED, "interrupted");
-        const uint8_t *codes = part->codes.data + row * part->codes.stride;
+        bool int4 = w->checkpoint == MOQ_WEIGHT_INT4_GROUP;
+        const uint8_t *codes = part->codes.data + (int4 ? row / 2 : row) * part->codes.stride;
         const uint8_t *groups =
             part->groups.data ? part->groups.data + row * part->groups.stride : NULL;
         int64_t n = part->first + row;
-        if (blocks)
+        if (int4)
+            MOQ_TRY(check_integers(w, blocks + row * moq_weight_scale_columns(w), false, n, codes,
+                                   row % 2 * 4, err));
+        else if (blocks)
             MOQ_TRY(check_blocks(w, blocks_of_row(w, blocks, row), n, codes, err));
         else
             MOQ_TRY(check_row(w, part->zero || row_is_zero(scales, n), n, codes, groups, err));
@@ -120,11 +155,33 @@ static void clear_zero_blocks(const moq_weight *w, const float *scales, uint8_t 
     }
 }
 
+/* Writes row n of a layout that only general kernels read, or folds its powers of two. */
+static void write_general_row(const moq_weight *w, int64_t n, const uint8_t *codes,
+                              const uint8_t *scales, float *factor, const moq_prepare_out *out) {
+    int64_t k = w->in_features, columns = moq_weight_scale_columns(w);
+    if (w->weight == MOQ_WEIGHT_E4M3_ROW) {
+        factor[n] *= moq_cpu_fold_mx_row(codes, scales, k, w->group_size, out->weight + n * k);
+        return;
+    }
+    if (w->weight == MOQ_WEIGHT_INT4_GROUP) {
+        if (n % 2 == 0)
+            copy_row(out->weight + n / 2 * k, codes, k);
+        return;
+    }
+    copy_row(out->weight + n * k, codes, k);
+    if (w->weight == MOQ_WEIGHT_E4M3_GROUP)
+        copy_row(out->groups + n * columns, scales, columns);
+}
+
 /* Writes row n of the layer from its codes and, for e2m1, their block scales. */
 static void write_row(const moq_weight *w, int64_t n, const uint8_t *codes, const uint8_t *scales,
                       float *factor, const moq_prepare_out *out) {
     int64_t k = w->in_features;
     uint8_t *weight = out->weight;
+    if (moq_layout_is_general(w->checkpoint)) {
+        write_general_row(w, n, codes, scales, factor, out);
+        return;
+    }
     if (w->checkpoint != MOQ_WEIGHT_E2M1) {
         copy_row(weight + n * k, codes, k);
         return;
@@ -158,10 +215,11 @@ void moq_prepare_write_part(const moq_weight *w, const moq_prepare_part *part,
             write_zero_row(w, n, out);
             continue;
         }
-        write_row(w, n, part->codes.data + row * part->codes.stride,
+        write_row(w, n,
+                  part->codes.data + moq_code_rows_of(w->checkpoint, row) * part->codes.stride,
                   part->groups.data ? part->groups.data + row * part->groups.stride : NULL,
                   scales->factor, out);
-        if (blocks)
+        if (w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
             clear_zero_blocks(w, blocks_of_row(w, blocks, row), out->weight + n * w->in_features);
     }
 }

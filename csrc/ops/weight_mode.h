@@ -22,6 +22,9 @@ moq_status moq_prepare_on_cpu(const moq_weight *weight, const moq_weight_sources
 /* Processes them on the current device, and waits until all is done. */
 moq_status moq_prepare_on_cuda(const moq_weight *weight, const moq_weight_sources *sources,
                                moq_prepare_mode mode, moq_params *params, moq_err *err);
+/* Processes those of layouts that only general kernels read, by way of the host. */
+moq_status moq_prepare_general_on_cuda(const moq_weight *weight, const moq_weight_sources *sources,
+                                       moq_prepare_mode mode, moq_params *params, moq_err *err);
 /* Bytes of the workspace of moq_prepare_on_cuda. */
 int64_t moq_prepare_workspace_on_cuda(const moq_weight *weight, bool fresh);
 

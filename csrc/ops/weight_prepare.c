@@ -6,7 +6,8 @@
 #include "cuda/cuda.h"
 
 int64_t moq_prepare_workspace(const moq_weight *w, bool fresh) {
-    return w->device.kind == MOQ_CPU ? 0 : moq_prepare_workspace_on_cuda(w, fresh);
+    bool on_host = w->device.kind == MOQ_CPU || moq_layout_is_general(w->checkpoint);
+    return on_host ? 0 : moq_prepare_workspace_on_cuda(w, fresh);
 }
 
 /* Chooses where to work, with the weight's device current. */
@@ -19,7 +20,9 @@ static moq_status prepare(const moq_weight *w, const moq_weight_sources *sources
                            "waited for; prepare weights before the capture");
     MOQ_TRY(moq_check_sources(w, sources, err));
     return on_cpu ? moq_prepare_on_cpu(w, sources, mode, params, err)
-                  : moq_prepare_on_cuda(w, sources, mode, params, err);
+           : moq_layout_is_general(w->checkpoint)
+               ? moq_prepare_general_on_cuda(w, sources, mode, params, err)
+               : moq_prepare_on_cuda(w, sources, mode, params, err);
 }
 
 static moq_status prepare_anywhere(const moq_weight *w, const moq_weight_sources *sources,

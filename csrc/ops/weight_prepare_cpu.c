@@ -9,8 +9,8 @@
 static moq_prepare_part split_of(const moq_weight *w, const moq_weight_sources *sources, int32_t p,
                                  int64_t first) {
     moq_prepare_part part = {.index = p, .first = first};
-    part.codes = moq_prepare_rows(&sources->weight, p, first);
-    if (w->checkpoint == MOQ_WEIGHT_E2M1)
+    part.codes = moq_prepare_rows(&sources->weight, p, moq_code_rows_of(w->checkpoint, first));
+    if (w->checkpoint == MOQ_WEIGHT_E2M1 || w->checkpoint == MOQ_WEIGHT_E4M3_GROUP)
         part.groups = moq_prepare_rows(&sources->weight_scale, p, first);
     return part;
 }
@@ -40,8 +40,8 @@ static moq_prepare_out out_of(const moq_weight *w, const moq_params *params, int
     int64_t bytes = w->weight == MOQ_WEIGHT_E2M1 ? w->in_features / 2 : w->in_features;
     int64_t groups = w->out_features * moq_weight_scale_columns(w);
     moq_prepare_out out = {.weight = params->of[MOQ_PARAM_WEIGHT].data};
-    out.weight += expert * w->out_features * bytes;
-    if (w->weight == MOQ_WEIGHT_E2M1)
+    out.weight += expert * moq_code_rows_of(w->weight, w->out_features) * bytes;
+    if (w->weight == MOQ_WEIGHT_E2M1 || w->weight == MOQ_WEIGHT_E4M3_GROUP)
         out.groups = (uint8_t *)params->of[MOQ_PARAM_WEIGHT_SCALE].data + expert * groups;
     return out;
 }
@@ -56,7 +56,8 @@ static void write_scales(const moq_params *params, moq_param id, const float *sc
 static void write_all_scales(const moq_weight *w, bool uses_input_scale,
                              const moq_prepare_scales *scales, const moq_params *params) {
     int64_t experts = moq_weight_matrices(w);
-    write_scales(params, MOQ_PARAM_OUTPUT_SCALE, scales->factor, experts * w->out_features);
+    if (moq_weight_has_output_scale(w))
+        write_scales(params, MOQ_PARAM_OUTPUT_SCALE, scales->factor, experts * w->out_features);
     write_scales(params, MOQ_PARAM_WEIGHT_SCALE, scales->block,
                  experts * moq_prepare_block_count(w));
     if (uses_input_scale)

@@ -20,7 +20,7 @@ int64_t moq_prepare_block_count(const moq_weight *w) {
 
 moq_status moq_prepare_open_scales(const moq_weight *w, const moq_weight_sources *sources,
                                    moq_prepare_scales *scales, moq_err *err) {
-    bool blocks = w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK;
+    bool blocks = moq_weight_has_scale_matrix(w);
     bool smooths = w->pre_quant_scale && sources->pre_quant_scale.count > 0;
     size_t experts = (size_t)moq_weight_matrices(w), k = (size_t)w->in_features;
     size_t parts = (size_t)w->partition_count * experts;
@@ -159,7 +159,7 @@ static moq_status read_blocks(const moq_weight *w, const moq_source *source, voi
 /* Reads scales of rows or blocks. */
 static moq_status read_scale_matrix(const moq_weight *w, const moq_source *source, void *stream,
                                     float *out, moq_err *err) {
-    bool blocks = w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK;
+    bool blocks = moq_weight_has_scale_matrix(w);
     int64_t count = moq_prepare_block_count(w);
     MOQ_TRY(blocks ? read_blocks(w, source, stream, out, err)
                    : read_per_row(w, source, stream, out, err));
@@ -183,6 +183,11 @@ static moq_status read_scale_vector(const moq_weight *w, const moq_weight_source
 
 static moq_status read_weight_scales(const moq_weight *w, const moq_weight_sources *sources,
                                      const moq_prepare_scales *scales, void *stream, moq_err *err) {
+    if (w->checkpoint == MOQ_WEIGHT_E4M3_GROUP) { /* bytes beside the codes */
+        for (int64_t n = 0; n < w->out_features; n++)
+            scales->factor[n] = 1;
+        return MOQ_OK;
+    }
     if (scales->block)
         return read_scale_matrix(w, &sources->weight_scale, stream, scales->block, err);
     if (w->per_row_scale) {
@@ -196,8 +201,7 @@ static moq_status read_weight_scales(const moq_weight *w, const moq_weight_sourc
 }
 
 bool moq_uses_input_scale(const moq_weight *w, const moq_weight_sources *sources) {
-    bool used = w->input == MOQ_INPUT_E4M3_TENSOR || w->input == MOQ_INPUT_NVFP4;
-    return used && sources->input_scale.count > 0;
+    return moq_input_has_scale(w->input) && sources->input_scale.count > 0;
 }
 
 /* Reads the scales of x. One that is not used has to be right all the same. */

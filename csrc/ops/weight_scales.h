@@ -10,7 +10,7 @@
  * are refused. */
 typedef struct {
     float *weight; /* one per partition, or one per row (per-channel FP8); NULL for blocks */
-    float *block;  /* [block rows, columns] for FP8_PB_WO, else NULL */
+    float *block;  /* [block rows, columns] for FP8_PB_WO, [N, columns] for int4, else NULL */
     float *factor; /* [N], NULL for blocks */
     float *input;  /* one per partition */
     float *smooth; /* [K], or NULL: there is no pre_quant_scale */
@@ -35,7 +35,7 @@ moq_status moq_prepare_read_scales(const moq_weight *weight, const moq_weight_so
 moq_prepare_scales moq_prepare_scales_of(const moq_weight *weight, const moq_prepare_scales *scales,
                                          int64_t expert);
 
-/* Block scales of 128 x 128 of one matrix. */
+/* Values of the scale matrix of one weight: of 128 x 128 blocks, or of groups of int4. */
 int64_t moq_prepare_block_count(const moq_weight *weight);
 
 /* True if there are input scales that the weight's products use. */

@@ -73,13 +73,14 @@ moq_status moq_check_parts(const moq_weight *w, const moq_source *source, const 
     return MOQ_OK;
 }
 
+/* Checks a source with a row for each row of the weight or, of pairs, for every two. */
 static moq_status check_rows(const moq_weight *w, const moq_source *source, const char *name,
-                             moq_dtype dtype, int64_t columns, moq_err *err) {
+                             moq_dtype dtype, int64_t columns, bool pairs, moq_err *err) {
     char shape[128];
     MOQ_TRY(moq_check_parts(w, source, name, err));
     for (int32_t p = 0; p < source->count; p++) {
         const moq_tensor t = moq_source_part(source, p);
-        int64_t rows = source->count == 1 ? w->out_features : w->partition[p];
+        int64_t rows = (source->count == 1 ? w->out_features : w->partition[p]) / (pairs ? 2 : 1);
         if (t.dtype != dtype)
             return moq_fail_of(err, MOQ_ERR_TYPE, name, "expected %s, got %s",
                                moq_dtype_name(dtype), moq_dtype_name(t.dtype));
@@ -110,25 +111,27 @@ static moq_status check_block_shapes(const moq_weight *w, const moq_source *sour
         bool scalar = rows * columns == 1 && moq_tensor_numel(&t) == 1;
         if (!plain && !spread && !scalar)
             return moq_fail_of(err, MOQ_ERR_VALUE, name,
-                               "expected shape [%lld, %lld] or [%lld, 1, %lld, 1] for "
-                               "128x128 blocks, got %s",
+                               "expected shape [%lld, %lld] or [%lld, 1, %lld, 1] for %s, got %s",
                                (long long)rows, (long long)columns, (long long)rows,
-                               (long long)columns, moq_shape_text(&t, shape, sizeof shape));
+                               (long long)columns,
+                               w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK ? "128x128 blocks"
+                                                                      : "groups of its rows",
+                               moq_shape_text(&t, shape, sizeof shape));
     }
     return MOQ_OK;
 }
 
 static moq_status check_shapes(const moq_weight *w, const moq_weight_sources *sources,
                                moq_err *err) {
-    bool e2m1 = w->checkpoint == MOQ_WEIGHT_E2M1;
+    bool e2m1 = w->checkpoint == MOQ_WEIGHT_E2M1, int4 = w->checkpoint == MOQ_WEIGHT_INT4_GROUP;
     int64_t k = w->in_features;
     MOQ_TRY(check_rows(w, &sources->weight, moq_weight_param_name(w, MOQ_PARAM_WEIGHT),
-                       e2m1 ? MOQ_DT_E2M1X2 : MOQ_DT_E4M3, e2m1 ? k / 2 : k, err));
-    if (e2m1)
-        MOQ_TRY(check_rows(w, &sources->weight_scale,
-                           moq_weight_param_name(w, MOQ_PARAM_WEIGHT_SCALE), MOQ_DT_E4M3,
-                           moq_weight_scale_columns(w), err));
-    if (w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
+                       moq_weight_code_dtype(w), e2m1 ? k / 2 : k, int4, err));
+    if (e2m1 || w->checkpoint == MOQ_WEIGHT_E4M3_GROUP)
+        MOQ_TRY(
+            check_rows(w, &sources->weight_scale, moq_weight_param_name(w, MOQ_PARAM_WEIGHT_SCALE),
+                       e2m1 ? MOQ_DT_E4M3 : MOQ_DT_E8M0, moq_weight_scale_columns(w), false, err));
+    if (moq_weight_has_scale_matrix(w))
         MOQ_TRY(check_block_shapes(w, &sources->weight_scale, err));
     return MOQ_OK;
 }

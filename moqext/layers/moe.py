@@ -66,19 +66,22 @@ class MoEMethod(PlannedMethod):
 
     Tensors of the checkpoint, with P = 2 halves of gated experts, else 1, and experts first:
 
-    - weight: w13 [E, P I, H], fp4 [E, P I, H/2]; w2 [E, H, I], fp4 [E, H, I/2];
+    - weight: w13 [E, P I, H], fp4 [E, P I, H/2]; w2 [E, H, I], fp4 [E, H, I/2]; AWQ, two rows in one:
+      w13 [E, P I/2, H]; w2 [E, H/2, I];
     - weight_scale, FP8: w13 [E, P]; w2 [E];
     - weight_scale, FP8_PER_CHANNEL_PER_TOKEN: w13 [E, P I]; w2 [E, H];
     - weight_scale, FP8_PB_WO: w13 [E, P ceil(I/128), ceil(H/128)]; w2 [E, ceil(H/128), ceil(I/128)];
-    - weight_scale, NVFP4: w13 [E, P I, H/g]; w2 [E, H, I/g];
+    - weight_scale, INT8: w13 [E, P I]; w2 [E, H];
+    - weight_scale, NVFP4, MXFP8, AWQ: w13 [E, P I, H/g]; w2 [E, H, I/g];
     - weight_scale_2, NVFP4: w13 [E, P]; w2 [E];
     - input_scale: w13 [E, P]; w2 [E];
-    - pre_quant_scale, NVFP4_AWQ: w13 [E, H]; w2 [E, I];
+    - pre_quant_scale, AWQ, W8A8_SQ_PER_CHANNEL: w13 [E, H]; w2 [E, I];
     - bias: w13 [E, P I]; w2 [E, H].
 
     Gate and up keep their own scales. Activation scales are one for all experts of a layer where x is
-    quantized to FP8 with a static scale (FP8, W4A8_NVFP4_FP8), the largest that there is, and one an expert
-    with `compute="fp4"`; experts without one have the largest of the others, with a RuntimeWarning.
+    quantized with a static scale (FP8, W4A8_NVFP4_FP8, W4A8_AWQ, W8A8_SQ_PER_CHANNEL), the largest that there
+    is, and one an expert with `compute="fp4"`; experts without one have the largest of the others, with a
+    RuntimeWarning.
 
     With `quantized_input` x is what `ops.quantize` makes of tokens, and `x_scale` the scales that it returns
     beside the codes. y is of `dtype` as always, and has the bits of the same kernel with tokens that it

@@ -11,6 +11,8 @@ from moqext.reference.activations import (
     quantize_fp8_static,
     quantize_fp8_tensor,
     quantize_fp8_token,
+    quantize_int8_static,
+    quantize_int8_token,
     quantize_nvfp4,
 )
 from moqext.reference.experts import expert_activation, expert_input_scale, experts_reference
@@ -20,7 +22,7 @@ from moqext.reference.numbers import as_float32, decode, encode, round_to
 from moqext.reference.packed import pack_nvfp4, unpack_nvfp4
 from moqext.reference.producer import quantize_weight
 from moqext.reference.routing import route
-from moqext.reference.weights import dequantize, fold_nvfp4
+from moqext.reference.weights import dequantize, fold_mx, fold_nvfp4
 
 __all__ = [
     "NVFP4Activation",
@@ -31,6 +33,7 @@ __all__ = [
     "expert_activation",
     "expert_input_scale",
     "experts_reference",
+    "fold_mx",
     "fold_nvfp4",
     "linear",
     "pack_nvfp4",
@@ -38,6 +41,8 @@ __all__ = [
     "quantize_fp8_static",
     "quantize_fp8_tensor",
     "quantize_fp8_token",
+    "quantize_int8_static",
+    "quantize_int8_token",
     "quantize_nvfp4",
     "quantize_weight",
     "rms_norm",

@@ -26,6 +26,7 @@ from moqext.reference.numbers import (
 )
 from moqext.reference.weights import scalar
 
+INT8_MAX = 127.0
 # Smallest dynamic scale per token, as vLLM's kernels have it; it keeps a row of zeros from dividing by zero.
 TOKEN_SCALE_FLOOR = np.float32(1.0 / (448.0 * 512.0))
 # Smallest amax of a 1 x 128 group, as vLLM's kernels have it; zeros keep a scale above zero.
@@ -120,6 +121,43 @@ def quantize_fp8_group(x: ArrayLike, group_size: int = 128) -> tuple[Array, F32]
     amax: F32 = np.maximum(_amax(groups), GROUP_AMAX_FLOOR)
     scale: F32 = amax / np.float32(E4M3_MAX)
     return _divided(values, scale.repeat(group_size, axis=-1)[..., :columns]), scale
+
+
+def quantize_int8_static(x: ArrayLike, scale: ArrayLike) -> F32:
+    """Int8 codes with a given scale: x * (1 / scale) to the nearest even of -128 to 127, as float32.
+
+    The reciprocal is rounded first. A NaN stays, which no int8 code could.
+
+    Args:
+        x: [..., K].
+        scale: `input_scale`, as for `quantize_fp8_static`.
+
+    Raises:
+        ValueError: a scale that is zero, negative, not finite, or too small.
+    """
+    divisor = _positive(scale, "scale")
+    if divisor <= DIVISOR_ABOVE:
+        raise ValueError(f"scale: its reciprocal must be a float32, got {divisor}")
+    return _rounded_int8(as_float32(x), divisor)
+
+
+def quantize_int8_token(x: ArrayLike) -> tuple[F32, F32]:
+    """Int8 codes with one scale per token: amax / 127, or 1 where that is below the normal float32 numbers.
+
+    Returns:
+        codes as float32, of the shape of x and rounded as by `quantize_int8_static`, and float32 scales of
+        shape x.shape[:-1].
+    """
+    values = as_float32(x)
+    scale: F32 = _amax(values) / np.float32(INT8_MAX)
+    scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(1.0), scale)
+    return _rounded_int8(values, scale[..., None]), scale
+
+
+def _rounded_int8(x: F32, scale: F32 | np.float32) -> F32:
+    with np.errstate(over="ignore", invalid="ignore"):
+        quotient = x * (np.float32(1.0) / scale)
+        return np.clip(np.rint(quotient), np.float32(-128.0), np.float32(127.0)).astype(np.float32)
 
 
 class NVFP4Activation(NamedTuple):

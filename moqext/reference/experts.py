@@ -24,8 +24,13 @@ ALGORITHMS = (
     "W4A16_NVFP4",
     "NVFP4_AWQ",
     "W4A8_NVFP4_FP8",
+    "MXFP8",
+    "W4A16_AWQ",
+    "W4A8_AWQ",
+    "W8A16",
+    "W8A8_SQ_PER_CHANNEL",
 )
-ONE_INPUT_SCALE = ("FP8", "W4A8_NVFP4_FP8")
+ONE_INPUT_SCALE = ("FP8", "W4A8_NVFP4_FP8", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL")
 """Algorithms whose activations have one scale of the layer, known before it runs."""
 
 SWIGLU = {"silu": (1.0, 0.0, math.inf), "swigluoai": (1.702, 1.0, 7.0)}
@@ -127,9 +132,9 @@ def expert_input_scale(
 ) -> F32 | None:
     """The scale of each expert's activations before one projection; None where none is used.
 
-    FP8 and W4A8_NVFP4_FP8 have one of the layer, the largest of all experts and of gate and up; so every
-    expert has it. `compute="fp4"` has one of each expert, the larger one of its gate and up. A NaN is a
-    missing one: an expert without any has the largest of the others.
+    FP8, W4A8_NVFP4_FP8, W4A8_AWQ and W8A8_SQ_PER_CHANNEL have one of the layer, the largest of all experts
+    and of gate and up; so every expert has it. `compute="fp4"` has one of each expert, the larger one of its
+    gate and up. A NaN is a missing one: an expert without any has the largest of the others.
 
     Args:
         stacks: as for `experts_reference`.

@@ -9,10 +9,21 @@ from moqext.reference.activations import (
     quantize_fp8_static,
     quantize_fp8_tensor,
     quantize_fp8_token,
+    quantize_int8_static,
+    quantize_int8_token,
     quantize_nvfp4,
 )
 from moqext.reference.numbers import F32, F64, Array, as_float32, decode, plain_array, round_to
-from moqext.reference.weights import BLOCK, NVFP4_FAMILY, Params, fold_nvfp4, scalar, tensor, weight64
+from moqext.reference.weights import (
+    BLOCK,
+    NVFP4_FAMILY,
+    Params,
+    fold_mx,
+    fold_nvfp4,
+    scalar,
+    tensor,
+    weight64,
+)
 
 # How compute="exact" treats the activations of each algorithm.
 EXACT = {
@@ -23,7 +34,10 @@ EXACT = {
     "W4A8_NVFP4_FP8": "tensor",
     "W4A8_MXFP4_FP8": "tensor",
     "MXFP4": "untouched",
+    "MXFP8": "untouched",
     "W4A16_AWQ": "untouched",
+    "W4A8_AWQ": "tensor",
+    "W8A8_SQ_PER_CHANNEL": "int8",
     "W8A16": "untouched",
 }
 
@@ -43,15 +57,17 @@ def linear(
 
     `compute="exact"` leaves the weight as the file has it and treats x so:
 
-    - FP8 (and W4A8_NVFP4_FP8, W4A8_MXFP4_FP8): E4M3 per tensor, with input_scale where the file has one,
-      else with a scale found at run time (`quantize_fp8_static`, `quantize_fp8_tensor`);
+    - FP8 (and W4A8_NVFP4_FP8, W4A8_MXFP4_FP8, W4A8_AWQ): E4M3 per tensor, with input_scale where the file has
+      one, else with a scale found at run time (`quantize_fp8_static`, `quantize_fp8_tensor`);
     - FP8_PER_CHANNEL_PER_TOKEN: E4M3 per token; FP8_PB_WO: E4M3 per token and group of 128;
-    - NVFP4, NVFP4_AWQ, NVFP4_SVD, W4A16_NVFP4, MXFP4, W4A16_AWQ, W8A16: untouched.
+    - W8A8_SQ_PER_CHANNEL: int8 under input_scale where the file has one, else per token;
+    - NVFP4, NVFP4_AWQ, NVFP4_SVD, W4A16_NVFP4, MXFP4, MXFP8, W4A16_AWQ, W8A16: untouched.
 
     For the NVFP4 family there are two more. `compute="fp4"` (W4A4) quantizes x with `quantize_nvfp4` under
     input_scale, or where that is missing under a scale found from all of x. `compute="fp8"` quantizes x per
     token and folds the block scales into E4M3 weights (`fold_nvfp4`), which is no longer exact. So it does
-    for W4A8_NVFP4_FP8, with x in E4M3 per tensor.
+    for W4A8_NVFP4_FP8, with x in E4M3 per tensor, and for MXFP8 (`fold_mx`), exactly but for codes that
+    become subnormal.
 
     pre_quant_scale multiplies x before it is quantized; the product is rounded to float32 and then to the
     dtype of x. lora_a and lora_b act on the smoothed, unquantized x.
@@ -103,11 +119,14 @@ def multiplied_weight(params: Params, quant_algo: str, compute: str, group_size:
         raise ValueError(f"quant_algo: linear knows {', '.join(EXACT)}, got {quant_algo!r}")
     if compute not in ("exact", "fp8", "fp4"):
         raise ValueError(f"compute: expected exact, fp8 or fp4, got {compute!r}")
-    folds = compute == "fp8" and quant_algo == "W4A8_NVFP4_FP8"
+    folds = compute == "fp8" and quant_algo in ("W4A8_NVFP4_FP8", "MXFP8")
     if compute != "exact" and quant_algo not in NVFP4_FAMILY and not folds:
         raise ValueError(f"compute: {compute} is for {', '.join(NVFP4_FAMILY)} only, got {quant_algo!r}")
     if compute != "fp8":
         return weight64(params, quant_algo, group_size=group_size)
+    if quant_algo == "MXFP8":
+        codes, factor = fold_mx(params)
+        return decode(codes, "e4m3").astype(np.float64) * factor[:, None]
     second = scalar(tensor(params, "weight_scale_2"), "weight_scale_2")
     codes, factor = fold_nvfp4(params)
     if second == 0:
@@ -116,10 +135,11 @@ def multiplied_weight(params: Params, quant_algo: str, compute: str, group_size:
 
 
 def treatment(quant_algo: str, compute: str) -> str:
-    """The form that activations get: "tensor", "token", "group", "nvfp4", or "untouched"."""
+    """The form that activations get: "tensor", "token", "group", "nvfp4", "int8", or "untouched"."""
     if compute == "fp4":
         return "nvfp4"
-    return "token" if compute == "fp8" and quant_algo in NVFP4_FAMILY else EXACT[quant_algo]
+    by_token = compute == "fp8" and quant_algo in (*NVFP4_FAMILY, "MXFP8")
+    return "token" if by_token else EXACT[quant_algo]
 
 
 def coded_activation(
@@ -159,6 +179,12 @@ def multiplied_activation(
         return quantize_nvfp4(x, params.get("input_scale")).dequantize()
     if kind == "untouched":
         return x.astype(np.float64)
+    if kind == "int8" and "input_scale" in params:
+        given = scalar(params["input_scale"], "input_scale")
+        return quantize_int8_static(x, given).astype(np.float64) * np.float64(given)
+    if kind == "int8":
+        rounded, rows = quantize_int8_token(x)
+        return rounded.astype(np.float64) * rows[..., None].astype(np.float64)
     scale: Array
     if kind == "token":
         codes, rows = quantize_fp8_token(x)

@@ -229,6 +229,18 @@ def dequantize(
         return weight.astype(np.float32)
 
 
+def fold_mx(params: Params) -> tuple[Array, F32]:
+    """MXFP8's powers of two folded into E4M3 codes, as `linear(..., compute="fp8")` uses them.
+
+    With v = e4m3 * 2^(weight_scale - 127), row factors and codes are those of `fold_nvfp4`. Only codes that
+    become subnormal are rounded.
+
+    Returns:
+        uint8 E4M3 codes (N, K) and float32 factors (N,): weight = code * factor[:, None].
+    """
+    return _folded(weight64(params, "MXFP8"))
+
+
 def fold_nvfp4(params: Params) -> tuple[Array, F32]:
     """NVFP4 block scales folded into E4M3 codes, as `linear(..., compute="fp8")` uses them.
 
@@ -242,6 +254,10 @@ def fold_nvfp4(params: Params) -> tuple[Array, F32]:
     values = np.multiply(
         *_along(raw(tensor(params, "weight")), scale, "e2m1", None, "weight_scale"), dtype=np.float64
     )
+    return _folded(values)
+
+
+def _folded(values: F64) -> tuple[Array, F32]:
     fraction, exponent = np.frexp(np.abs(values).max(axis=-1, initial=0.0) / 448.0)
     factor = np.where(fraction > 0, np.ldexp(1.0, exponent - (fraction == 0.5)), 1.0)
     return encode(values / factor[:, None], "e4m3"), factor.astype(np.float32)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext import reference
+from moqext.algorithms import ALGORITHMS
 from moqext.ops.spelling import SWIGLU
 from moqext.reference.activations import quantize_fp8_group, quantize_fp8_token
 from moqext.reference.experts import coded_rows, expert_params, local_experts
@@ -80,7 +81,8 @@ def expert_slack(
         for name in ("w13", "w2")
     }
     values = coded_rows(x, options.get("x_scale"), algo, compute, scales["w13"]) if coded else x
-    moved = np.zeros((len(x), stacks["w2_weight"].shape[1]))
+    pairs = ALGORITHMS[algo].codes == "int4"  # two rows in one
+    moved = np.zeros((len(x), stacks["w2_weight"].shape[1] * (2 if pairs else 1)))
     for expert in np.unique(local[local >= 0]).tolist():
         tokens, slots = np.nonzero(local == expert)
         rows, weights = values[tokens], topk_weights[tokens, slots][:, None]

@@ -15,10 +15,12 @@ STORED = {  # dtypes of safetensors files
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-NAMED = {  # dtypes of moqext.ParamSpec; torch has packed fp4, but its modules and files know the bytes
+NAMED = {  # dtypes of moqext.ParamSpec; torch has packed fp4 and e8m0, but files and modules know the bytes
     "float32": torch.float32,
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float4_e2m1fn_x2": torch.uint8,
+    "float8_e8m0fnu": torch.uint8,
+    "int8": torch.int8,
     "uint8": torch.uint8,
 }
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

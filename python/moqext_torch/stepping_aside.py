@@ -11,7 +11,7 @@ OLDEST = (8, 0)
 """Capability of the oldest GPU that moqext's kernels run on."""
 FP4_TENSOR_CORES = (10, 0)
 """Capability from which engines multiply FP4 and MX formats as such, and moqext bf16."""
-STAND_IN = "W8A16"
+STAND_IN = "NVFP4_SVD"
 """Algorithm that `read_config` writes where a layer has one that its reader does not know."""
 
 _said: set[tuple[str, str]] = set()
@@ -23,10 +23,12 @@ class Reason(NamedTuple):
     Attributes:
         why: for people; the same for all layers that it holds for.
         runs: whether moqext runs the layer all the same, where the user or a lack of the engine asks for it.
+        fuses: whether the engine joins norms and activations with its own linears.
     """
 
     why: str
     runs: bool
+    fuses: bool = False
 
 
 class ReadConfig(NamedTuple):
@@ -61,13 +63,15 @@ def reason_to_step_aside(quant_algo: str, capability: tuple[int, int] | None) ->
     facts = ALGORITHMS.get(quant_algo)
     if facts is None or facts.linear is None:
         return Reason("moqext has no linear method for it", runs=False)
+    if facts.codes in ("int4", "int8") or (facts.codes, facts.scale_dtype) == ("e4m3", "float8_e8m0fnu"):
+        return Reason("moqext multiplies it without tensor cores", runs=True)
     if capability is None:
         return None
     if capability < OLDEST:
         needed, here = (".".join(map(str, each)) for each in (OLDEST, capability[:2]))
         return Reason(f"moqext's kernels need capability {needed}, and this GPU has {here}", runs=False)
     if capability >= FP4_TENSOR_CORES and (facts.codes == "e2m1" or facts.scale_dtype == "float8_e8m0fnu"):
-        return Reason("this GPU has tensor cores for it that moqext does not use", runs=True)
+        return Reason("this GPU has tensor cores for it that moqext does not use", runs=True, fuses=True)
     return None
 
 

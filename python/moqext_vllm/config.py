@@ -161,7 +161,7 @@ class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         Where vLLM's linears are the faster ones it joins norms and activations with them.
         """
         reasons = [self.reason(algorithm) for algorithm in self.algorithms]
-        return None in reasons and not any(reason is not None and reason.runs for reason in reasons)
+        return None in reasons and not any(reason is not None and reason.fuses for reason in reasons)
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """The dtypes that activations may have: with moqext float32, too."""

@@ -164,7 +164,7 @@ def test_bad_arguments(capsys, options, message):
     ("options", "message"),
     [
         (("--algos", "NVFP5"), 'got "NVFP5"'),
-        (("--algos", "W4A16_AWQ"), "W4A16_AWQ"),
+        (("--algos", "NVFP4_SVD"), "NVFP4_SVD"),
         (("--shapes", "16x17"), "in_features: expected a multiple of the group size 16 for NVFP4, got 17"),
         (("--plot", "no/such/folder/plot.svg"), "no/such/folder/plot.svg"),
     ],

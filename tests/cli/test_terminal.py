@@ -9,6 +9,7 @@ import pytest
 import moqext
 from moqext.cli.progress import Progress
 
+from ..svd_files import write_svd
 from ..work import HANGS
 
 RED, YELLOW, END = "\x1b[1;31m", "\x1b[33m", "\x1b[0m"
@@ -76,8 +77,8 @@ def test_an_empty_no_color_refuses_nothing(terminal, data):
     assert YELLOW in out
 
 
-def test_messages_are_wrapped_not_clipped(terminal, data, copied, overwrite):
-    directory = data / "exports" / "mxfp8"
+def test_messages_are_wrapped_not_clipped(terminal, tmp_path, rng):
+    directory = write_svd(tmp_path / "svd", rng)
     _, out = terminal("verify", directory, columns=50)
     whole = piped("verify", directory)
     assert max(map(len, out.splitlines())) <= 50

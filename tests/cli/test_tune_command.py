@@ -9,6 +9,8 @@ from moqext.__main__ import main
 from moqext.cli import timed_layers, tune
 from moqext.layers import tuning
 
+from ..svd_files import write_svd
+
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
@@ -56,9 +58,10 @@ def test_layers_of_the_checkpoint_find_it(data, path, capsys):
     assert not told["refused"]
 
 
-def test_what_does_not_run_is_named(data, path, capsys):
-    assert run(data, "checkpoints/llama_mxfp8") == 2
-    assert "MXFP8" in capsys.readouterr().err
+def test_what_does_not_run_is_named(tmp_path, rng, path, capsys):
+    write_svd(tmp_path / "svd", rng)
+    assert run(tmp_path, "svd") == 2
+    assert "NVFP4_SVD" in capsys.readouterr().err
     assert not path.exists()
 
 

@@ -10,6 +10,8 @@ import pytest
 import moqext
 
 from ..linear_cases import LIMITS
+from ..svd_files import LAYER as SVD_LAYER
+from ..svd_files import write_svd
 
 torch = pytest.importorskip("torch", minversion="2.10")
 
@@ -245,8 +247,8 @@ def test_any_shape_of_x(rng, shape):
 def test_arguments_that_cannot_be():
     with pytest.raises(ValueError, match="optional: FP8 has no zero_point"):
         QuantLinear(128, 40, "FP8", optional=["zero_point"])
-    with pytest.raises(moqext.UnsupportedQuantization, match="MXFP8"):
-        QuantLinear(128, 40, "MXFP8")
+    with pytest.raises(moqext.UnsupportedQuantization, match="NVFP4_SVD"):
+        QuantLinear(128, 48, "NVFP4_SVD")
 
 
 CASES = [
@@ -275,14 +277,14 @@ def test_layers_of_a_checkpoint(rng, data, export):
             assert as_torch(array).equal(alone[role])
 
 
-def test_layers_that_cannot_be_one(data):
+def test_layers_that_cannot_be_one(data, tmp_path, rng):
     with moqext.Checkpoint(data / "exports" / "mixed_in_qkv") as ckpt:
         names = [f"model.layers.0.self_attn.{name}_proj" for name in "qk"]
         with pytest.raises(moqext.UnsupportedQuantization, match=r"q_proj is FP8, .*k_proj NVFP4"):
             QuantLinear.from_checkpoint(ckpt, names)
-    ckpt = moqext.Checkpoint(data / "exports" / "mxfp8")
-    with pytest.raises(moqext.UnsupportedQuantization, match=r"layers.0.self_attn.o_proj: .*MXFP8"):
-        QuantLinear.from_checkpoint(ckpt, "model.layers.0.self_attn.o_proj")
+    ckpt = moqext.Checkpoint(write_svd(tmp_path / "svd", rng))
+    with pytest.raises(moqext.UnsupportedQuantization, match=r"layers.0.mlp.up_proj: .*NVFP4_SVD"):
+        QuantLinear.from_checkpoint(ckpt, SVD_LAYER)
 
 
 def test_what_is_no_linear_is_refused_by_name(data):

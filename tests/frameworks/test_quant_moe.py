@@ -341,8 +341,8 @@ def test_arguments_that_cannot_be():
     sizes = (EXPERTS, HIDDEN, INTERMEDIATE)
     with pytest.raises(ValueError, match="optional: FP8 has no w13_zero_point"):
         QuantMoE("FP8", *sizes, top_k=2, optional=["w13_zero_point"])
-    with pytest.raises(moqext.UnsupportedQuantization, match="MXFP8"):
-        QuantMoE("MXFP8", *sizes, top_k=2)
+    with pytest.raises(moqext.UnsupportedQuantization, match="NVFP4_SVD"):
+        QuantMoE("NVFP4_SVD", *sizes, top_k=2)
     with pytest.raises(ValueError, match="activation"):
         QuantMoE("FP8", *sizes, top_k=2, activation="sigmoid")
     with pytest.raises(ValueError, match="interleaved"):

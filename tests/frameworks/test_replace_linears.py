@@ -8,6 +8,8 @@ import pytest
 
 import moqext
 
+from ..svd_files import write_svd
+
 torch = pytest.importorskip("torch", minversion="2.10")
 
 from moqext_torch import QuantLinear, as_torch, replace_linears  # noqa: E402
@@ -247,12 +249,14 @@ def test_damaged_checkpoints_are_refused_before_anything_changes(exports, tmp_pa
     unchanged(model, before)
 
 
-def test_algorithms_that_do_not_run_and_modules_of_experts_that_are_none_are_refused_by_name(exports):
-    for export, words in (
-        ("mxfp8", "MXFP8"),
-        ("llama4_nvfp4", "2 experts .*NVFP4.*, and Linear in the model"),
+def test_algorithms_that_do_not_run_and_modules_of_experts_that_are_none_are_refused_by_name(
+    exports, tmp_path, rng
+):
+    for directory, words in (
+        (write_svd(tmp_path / "svd", rng), "NVFP4_SVD"),
+        (exports / "llama4_nvfp4", "2 experts .*NVFP4.*, and Linear in the model"),
     ):
-        with moqext.Checkpoint(exports / export) as ckpt:
+        with moqext.Checkpoint(directory) as ckpt:
             model = skeleton(ckpt)
             with pytest.raises(moqext.UnsupportedQuantization, match=words):
                 replace_linears(model, ckpt)

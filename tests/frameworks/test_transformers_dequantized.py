@@ -33,22 +33,27 @@ def assert_dequantized(rng, directory, out):
     return model
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
-def test_linears(rng, data, tmp_path, name):
-    model = assert_dequantized(rng, data / "exports" / name, tmp_path / "out")
+def test_linears(rng, data, tmp_path):
+    plain_copy(rng, tmp_path / "plain", small("qwen2"))
+
+    def quantize(config, tensors):
+        as_svd(config, tensors, ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"])
+
+    directory = copied(tmp_path / "plain", tmp_path / "svd", quantize)
+    model = assert_dequantized(rng, directory, tmp_path / "out")
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(tmp_path / "saved")
 
 
 def test_experts_in_stacks_of_alternating_rows(rng, data, tmp_path):
-    """gpt-oss: gate and up take turns, transposed, with biases."""
-    assert_dequantized(rng, data / "exports" / "gpt_oss_mxfp8", tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["int4_awq", "int8_sq", "w4a8_awq", "w4a8_mxfp4_fp8"])
-def test_scales_of_the_input_are_part_of_the_weight(rng, data, tmp_path, name):
-    """pre_quant_scale of AWQ and SmoothQuant; w4a8_mxfp4_fp8 has none."""
-    assert_dequantized(rng, data / "checkpoints" / f"llama_{name}", tmp_path / "out")
+    """gpt-oss: gate and up take turns, transposed, with biases; its other linears run."""
+    directory = data / "exports" / "gpt_oss_mxfp8"
+    model = moqext_transformers.from_pretrained(directory, dequantize_unsupported=True, dtype=torch.float32)
+    assert {name for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    ids = random_ids(rng, model, 2, 7)
+    with torch.no_grad():
+        expected = converted(directory, tmp_path / "out")(ids).logits
+        assert error(model(ids).logits, expected) <= 1e-5 * (4 * model.config.num_hidden_layers + 1)
 
 
 def test_the_low_rank_pair_is_part_of_the_weight(rng, data, tmp_path):
@@ -69,13 +74,19 @@ def test_the_low_rank_pair_is_part_of_the_weight(rng, data, tmp_path):
     assert_dequantized(rng, directory, tmp_path / "out")
 
 
-def as_mxfp8(config, tensors, modules):
-    """Puts MXFP8 codes and scales in the place of linears' and experts' plain weights."""
+def as_svd(config, tensors, modules):
+    """Puts NVFP4_SVD codes and scales in the place of linears' and experts' plain weights."""
     for module in modules:
-        found = reference.quantize_weight(tensors.pop(f"{module}.weight").float().numpy(), "MXFP8")
-        tensors[f"{module}.weight"] = torch.from_numpy(found["weight"]).view(torch.float8_e4m3fn)
-        tensors[f"{module}.weight_scale"] = torch.from_numpy(found["weight_scale"])
-    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": []}
+        weight = tensors.pop(f"{module}.weight").float()
+        found = reference.quantize_weight(weight.numpy(), "NVFP4_SVD")
+        for role, shape in (("lora_a", (4, weight.shape[1])), ("lora_b", (weight.shape[0], 4))):
+            lora = torch.zeros(shape, dtype=torch.bfloat16)
+            tensors[f"{module}.weight_quantizer._svdquant_{role}"] = lora
+        for role, value in found.items():
+            scale = role == "weight_scale"
+            tensor = torch.from_numpy(np.atleast_1d(value) if value.ndim else np.array(value))
+            tensors[f"{module}.{role}"] = tensor.view(torch.float8_e4m3fn) if scale else tensor
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4_SVD", "ignore": []}
 
 
 def plain_copy(rng, directory, config):
@@ -93,9 +104,9 @@ def test_experts_one_by_one(rng, tmp_path):
 
     def quantize(config, tensors):
         names = [name.removesuffix(".weight") for name in tensors if ".experts." in name]
-        as_mxfp8(config, tensors, names)
+        as_svd(config, tensors, names)
 
-    directory = copied(tmp_path / "plain", tmp_path / "mxfp8", quantize)
+    directory = copied(tmp_path / "plain", tmp_path / "svd", quantize)
     with pytest.raises(moqext.UnsupportedQuantization, match="dequantize_unsupported=True"):
         moqext_transformers.from_pretrained(directory)
     assert_dequantized(rng, directory, tmp_path / "out")
@@ -107,9 +118,9 @@ def test_a_head_of_its_own(rng, tmp_path):
 
     def quantize(config, tensors):
         tensors["lm_head.weight"] = torch.from_numpy(rng.standard_normal((96, 64), dtype=np.float32))
-        as_mxfp8(config, tensors, ["lm_head", "model.layers.0.mlp.up_proj"])
+        as_svd(config, tensors, ["lm_head", "model.layers.0.mlp.up_proj"])
 
-    directory = copied(tmp_path / "plain", tmp_path / "mxfp8", quantize)
+    directory = copied(tmp_path / "plain", tmp_path / "svd", quantize)
     model = moqext_transformers.from_pretrained(directory, dequantize_unsupported=True, dtype=torch.float32)
     with moqext.Checkpoint(directory) as checkpoint:
         for name in ("lm_head", "model.layers.0.mlp.up_proj"):
@@ -130,7 +141,7 @@ def test_layers_that_run_stay_quantized(rng, data, tmp_path):
             tensors.pop(f"{name}.{role}", None)
         tensors[f"{name}.weight"] = weight
         quantization = config["quantization_config"]
-        as_mxfp8(config, tensors, [name])
+        as_svd(config, tensors, [name])
         config["quantization_config"] = quantization
 
     source = data / "exports" / "nvfp4_bias_kvnvfp4"
@@ -138,7 +149,7 @@ def test_layers_that_run_stay_quantized(rng, data, tmp_path):
         dequantized = {"model.layers.0.mlp.down_proj": checkpoint.dequantize("model.layers.0.mlp.down_proj")}
     directory = copied(source, tmp_path / "mixed", change)
     with pytest.raises(
-        moqext.UnsupportedQuantization, match=r"down_proj: MXFP8 has no .*convert DIR OUT --to"
+        moqext.UnsupportedQuantization, match=r"down_proj: NVFP4_SVD has no .*convert DIR OUT --to"
     ):
         transformers.AutoModelForCausalLM.from_pretrained(directory)
     options = moqext_transformers.ModelOptConfig(dequantize_unsupported=True)
@@ -154,11 +165,15 @@ def test_layers_that_run_stay_quantized(rng, data, tmp_path):
         assert error(model(ids).logits, expected) <= 1e-5 * (4 * model.config.num_hidden_layers + 1)
 
 
-def test_values_that_the_dtype_does_not_hold_are_refused(rng, data, tmp_path):
+def test_values_that_the_dtype_does_not_hold_are_refused(rng, tmp_path):
     def enlarge(config, tensors):
-        tensors["model.layers.0.mlp.up_proj.weight_scale"].fill_(127 + 16)  # E8M0: 2^16
+        as_svd(config, tensors, ["model.layers.0.mlp.up_proj"])
+        tensors["model.layers.0.mlp.up_proj.weight_scale_2"].fill_(
+            30.0
+        )  # the largest weight is 2688 times that
 
-    directory = copied(data / "exports" / "mxfp8", tmp_path / "large", enlarge)
+    plain_copy(rng, tmp_path / "plain", small("qwen2"))
+    directory = copied(tmp_path / "plain", tmp_path / "large", enlarge)
     moqext_transformers.from_pretrained(directory, dequantize_unsupported=True)
     with pytest.raises(moqext.CheckpointError, match=r"mlp\.up_proj: .*does not fit into torch\.float16"):
         moqext_transformers.from_pretrained(directory, dequantize_unsupported=True, dtype=torch.float16)

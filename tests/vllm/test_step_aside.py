@@ -107,17 +107,17 @@ def chosen(config, layer, prefix=NAME):
     return type(config.get_quant_method(layer, prefix)).__name__
 
 
-# ------------------------------------------------------------------------------- algorithms without a kernel
+# -------------------------------------------------------------------------- algorithms without a fast kernel
 
 
-def test_layers_of_mixed_precision_without_a_kernel_are_those_of_vllm(caplog):
+def test_layers_of_mixed_precision_without_a_fast_kernel_are_those_of_vllm(caplog):
     layers = {NAME: "MXFP8", "model.layers.1.mlp.down_proj": "MXFP8", "model.layers.2.mlp.down_proj": "NVFP4"}
     config = pickle.loads(pickle.dumps(make_config("MIXED_PRECISION", layers)))
     with caplog.at_level(logging.INFO, "vllm.moqext"):
         found = [chosen(config, linear(), name) for name in layers]
     assert found == ["ModelOptLinearMethod"] * 2 + [OURS]
     assert [record.getMessage() for record in caplog.records] == [
-        f"layers in MXFP8 are left to vLLM (the first is {NAME}): moqext has no linear method for it"
+        f"layers in MXFP8 are left to vLLM (the first is {NAME}): moqext multiplies it without tensor cores"
     ]
     assert config.runs_neighbours
 

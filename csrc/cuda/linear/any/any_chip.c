@@ -4,6 +4,8 @@
 #include "cuda/choice/grid.h"
 #include "cuda/choice/rates.h"
 
+#include <stdio.h>
+
 /* Counts W, products of `least` rows of x at least, and K. */
 static bool count(const moq_problem *p, double bytes, int64_t least, moq_load *w) {
     const moq_linear_spec *spec = p->layer;
@@ -37,7 +39,13 @@ MOQ_ENTRY int64_t moq_cuda_simt_workspace(const moq_linear_call *call);
 
 static bool can_run_simt(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     (void)m;
-    return moq_has_capability(spec, 80, reason, size) && moq_has_int_rows(spec, reason, size);
+    if (!moq_has_capability(spec, 80, reason, size) || !moq_has_int_rows(spec, reason, size))
+        return false;
+    if (spec->weight != MOQ_WEIGHT_INT4_GROUP || spec->group_size % 16 == 0)
+        return true;
+    snprintf(reason, size, "needs groups of a multiple of 16 columns, got %d",
+             (int)spec->group_size);
+    return false;
 }
 
 const moq_linear_kernel MOQ_LINEAR_SIMT = {

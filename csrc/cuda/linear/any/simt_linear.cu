@@ -1,8 +1,9 @@
 /* Linear of every shape, weight and chip: y[m, n] = round(fx[m] fw[n] sum_k X[m, k] W[n, k] +
  * bias[n]), on plain CUDA cores with float32 sums.
  *
- * W is e4m3 [N, K], e2m1 [N, K / 2] with swizzled block scales, or units of core/nvfp4_packed.h,
- * whose scales are folded into e4m3 if the layer asks for it. X is rows of x, quantized here as the
+ * W is e4m3 [N, K], with scales of rows, blocks or groups, int8 [N, K], int4 in pairs of rows, e2m1
+ * [N, K / 2] with swizzled block scales, or units of core/nvfp4_packed.h, whose scales are folded
+ * into e4m3 if the layer asks for it. X is rows of x, quantized here as the
  * layer prescribes (cpu/cpu_quantize.h has the formulas), or as they are. This kernel runs if no
  * kernel of a chip does, and other kernels are compared with it on the device.
  *
@@ -72,12 +73,12 @@ static __global__ void __launch_bounds__(THREADS)
 
 static bool needs_amax(const moq_linear_call *call) {
     moq_input_mode mode = input_of(call->spec);
-    return mode == MOQ_INPUT_E4M3_TOKEN ||
-           (!call->input_scale && (mode == MOQ_INPUT_E4M3_TENSOR || mode == MOQ_INPUT_NVFP4));
+    return mode == MOQ_INPUT_E4M3_TOKEN || (!call->input_scale && moq_input_has_scale(mode));
 }
 
 static int64_t amax_count(const moq_linear_call *call) {
-    if (input_of(call->spec) == MOQ_INPUT_E4M3_TOKEN || call->m < PARTIALS)
+    moq_input_mode mode = input_of(call->spec);
+    if (mode == MOQ_INPUT_E4M3_TOKEN || mode == MOQ_INPUT_INT8 || call->m < PARTIALS)
         return call->m;
     return PARTIALS;
 }
@@ -116,7 +117,7 @@ extern "C" moq_status moq_cuda_simt_linear(const moq_linear_call *call, moq_err 
                                  .partition_count = spec->partition_count,
                                  .partitions = moq_partitions_of(spec)},
                         .w = {call->weight, call->weight_scale, call->output_scale,
-                              call->fold_scale, call->input_scale},
+                              call->fold_scale, call->input_scale, spec->group_size},
                         .out = moq_output_of(call),
                         .m = call->m,
                         .token_tiles = (call->m + TOKENS - 1) / TOKENS};

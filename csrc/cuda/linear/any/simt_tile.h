@@ -27,6 +27,7 @@ typedef struct {
     const float *output_scale; /* [N], or NULL with block scales */
     const float *fold_scale;   /* [N], of FOLDED */
     const float *input_scale;  /* one for each partition, or NULL */
+    int group;                 /* columns that share a scale, of INT4 */
 } simt_weight;
 
 /* Rows of x that are codes already. */
@@ -84,6 +85,12 @@ static __device__ __forceinline__ float tensor_scale(const simt_args *a, const s
     return scale == 0.0f ? 1.0f : scale;
 }
 
+/* Rounds to the values of int8 codes; NaN stays. */
+static __device__ __forceinline__ float round_int8(float value) {
+    float rounded = rintf(value);
+    return rounded > 127.0f ? 127.0f : rounded < -128.0f ? -128.0f : rounded;
+}
+
 /* Rounds a lane's values to what their codes mean, without the scale of the row. By groups, the
  * lanes of a group get its scale in *scale. */
 template <int MODE>
@@ -96,17 +103,19 @@ static __device__ __forceinline__ void quantize(float (&value)[LANE_K], float *s
     }
     if (MODE == MOQ_INPUT_E4M3_GROUP)
         *scale = moq_group_scale(__uint_as_float(moq_max_of_lanes(moq_amax_bits(value), 8)));
-    float inverse = MODE == MOQ_INPUT_E4M3_TENSOR ? __frcp_rn(*scale) : 0.0f;
+    constexpr bool BY_INVERSE = MODE == MOQ_INPUT_E4M3_TENSOR || MODE == MOQ_INPUT_INT8;
+    float inverse = BY_INVERSE ? __frcp_rn(*scale) : 0.0f;
 #pragma unroll
-    for (int i = 0; i < LANE_K; i++)
-        value[i] = round_e4m3(MODE == MOQ_INPUT_E4M3_TENSOR ? __fmul_rn(value[i], inverse)
-                                                            : __fdiv_rn(value[i], *scale));
+    for (int i = 0; i < LANE_K; i++) {
+        float quotient = BY_INVERSE ? __fmul_rn(value[i], inverse) : __fdiv_rn(value[i], *scale);
+        value[i] = MODE == MOQ_INPUT_INT8 ? round_int8(quotient) : round_e4m3(quotient);
+    }
 }
 
 /* ---- W ---- */
 
-/* Storage of W. FOLDED is PACKED with scales to be folded. */
-enum { E4M3_ROW, E4M3_BLOCK, E2M1, PACKED, FOLDED };
+/* Storage of W. FOLDED is PACKED with scales to be folded; E4M3_MX has groups of 32. */
+enum { E4M3_ROW, E4M3_BLOCK, E2M1, PACKED, FOLDED, E4M3_MX, INT8_ROW, INT4 };
 
 /* Powers of two that decoding leaves out: the biases of fp16 and of the format differ. */
 #define E4M3_UNIT 256.0f
@@ -178,6 +187,21 @@ static __device__ __forceinline__ weights load_packed(const uint8_t *weight, int
     return w;
 }
 
+/* Returns 2^(code - 127). */
+static __device__ __forceinline__ float power_of_two(uint8_t code) {
+    return __uint_as_float(code ? (uint32_t)code << 23 : 0x00400000u);
+}
+
+/* Selects the codes of a row of int4 from those of a pair, as int8. */
+static __device__ __forceinline__ uint4 select_row(uint4 pairs, int row) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        uint32_t nibbles = (&pairs.x)[i] >> 4 * row & 0x0f0f0f0fu;
+        (&pairs.x)[i] = nibbles | (nibbles & 0x08080808u) * 0x1eu;
+    }
+    return pairs;
+}
+
 /* Loads the lane's columns of row n of W, zeros from k on. */
 template <int WEIGHT>
 static __device__ __forceinline__ weights load_weights(const simt_weight *from, int64_t k,
@@ -200,19 +224,35 @@ static __device__ __forceinline__ weights load_weights(const simt_weight *from, 
         w.scale = decode_scale(((const uint8_t *)from->weight_scale)[at]);
         return w;
     }
-    w.codes = load_e4m3(from->weight + n * k, column, k);
+    w.codes = load_e4m3(from->weight + (WEIGHT == INT4 ? n / 2 : n) * k, column, k);
+    if (WEIGHT == E4M3_MX)
+        w.scale = power_of_two(((const uint8_t *)from->weight_scale)[(n * k + column) / 32]);
+    if (WEIGHT == INT4) {
+        w.codes = select_row(w.codes, n % 2);
+        w.scale = ((const float *)from->weight_scale)[(n * k + column) / from->group];
+    }
     if (WEIGHT == E4M3_BLOCK)
         w.scale = ((const float *)
                        from->weight_scale)[padded_row / 128 * ((k + 127) / 128) + column / 128];
     return w;
 }
 
+static __device__ __forceinline__ void decode_int8(uint4 codes, float (&w)[LANE_K]) {
+#pragma unroll
+    for (int i = 0; i < LANE_K; i++)
+        w[i] = (float)(int8_t)((&codes.x)[i / 4] >> (i % 4 * 8));
+}
+
 /* Decodes values without the unit of their format, which the sums get at the end; folded weights
  * have none. */
 template <int WEIGHT>
 static __device__ __forceinline__ void decode(const weights &in, float (&w)[LANE_K]) {
-    if (WEIGHT == E4M3_ROW || WEIGHT == E4M3_BLOCK) {
+    if (WEIGHT == E4M3_ROW || WEIGHT == E4M3_BLOCK || WEIGHT == E4M3_MX) {
         decode_e4m3(in.codes, w);
+        return;
+    }
+    if (WEIGHT == INT8_ROW || WEIGHT == INT4) {
+        decode_int8(in.codes, w);
         return;
     }
     decode_e2m1(in.codes, w);
@@ -227,7 +267,7 @@ static __device__ __forceinline__ void decode(const weights &in, float (&w)[LANE
 template <int WEIGHT> static __device__ __forceinline__ float unit_of_sums(void) {
     if (WEIGHT == E2M1 || WEIGHT == PACKED)
         return E2M1_UNIT / MOQ_NVFP4_FACTOR;
-    return WEIGHT == FOLDED ? 1.0f : E4M3_UNIT;
+    return WEIGHT == FOLDED || WEIGHT == INT8_ROW || WEIGHT == INT4 ? 1.0f : E4M3_UNIT;
 }
 
 template <int WEIGHT> static __device__ __forceinline__ float unit_of_factors(void) {
@@ -278,6 +318,15 @@ static __device__ __forceinline__ float scale_of_token(const simt_args *a, int64
     return a->coded.codes ? a->amax[row] : moq_token_scale(a->amax[row]);
 }
 
+/* Returns the scale of a row of int8 codes, given or found. */
+static __device__ __forceinline__ float scale_of_int8(const simt_args *a, const simt_place *p,
+                                                      int64_t row) {
+    if (p->w.input_scale)
+        return p->w.input_scale[p->rows.partition];
+    float scale = __fdiv_rn(a->amax[row], MOQ_INT8_MAX);
+    return scale < 1.17549435e-38f ? 1.0f : scale; /* the least normal number */
+}
+
 /* ---- the tile ---- */
 
 template <int MODE, int WEIGHT, int ROWS>
@@ -294,6 +343,8 @@ static __device__ __forceinline__ void simt_tile(const simt_args &args, const si
         scale = tensor_scale<MODE>(&args, &p, shared);
     if (MODE == MOQ_INPUT_E4M3_TOKEN && warp < tokens)
         scale = scale_of_token(&args, first + warp);
+    if (MODE == MOQ_INPUT_INT8 && warp < tokens)
+        scale = scale_of_int8(&args, &p, first + warp);
     if (lane == 0)
         token_scale[warp] = scale;
     float sum[ROWS][TOKENS] = {};
@@ -309,7 +360,7 @@ static __device__ __forceinline__ void simt_tile(const simt_args &args, const si
         __syncthreads(); /* all have read the values of the step before */
         if (warp < tokens) {
             float value[LANE_K];
-            if (MODE != MOQ_INPUT_AS_IS && args.coded.codes) {
+            if (MODE != MOQ_INPUT_AS_IS && MODE != MOQ_INPUT_INT8 && args.coded.codes) {
                 load_coded<MODE>(&args, first + warp, column, value, &scale);
             } else {
                 moq_load_values(&args.x, first + warp, column, args.k, value);
@@ -344,7 +395,7 @@ static __device__ __forceinline__ void simt_tile(const simt_args &args, const si
                     product = __fmaf_rn((&x[i / 4].x)[i % 4], decoded[r][i], product);
                 if (MODE == MOQ_INPUT_E4M3_GROUP)
                     product = __fmul_rn(product, __fmul_rn(of_x, w[r].scale));
-                else if (WEIGHT == E2M1 || WEIGHT == PACKED)
+                else if (WEIGHT == E2M1 || WEIGHT == PACKED || WEIGHT == E4M3_MX || WEIGHT == INT4)
                     product = __fmul_rn(product, w[r].scale);
                 sum[r][m] = __fadd_rn(sum[r][m], product);
             }
@@ -366,6 +417,8 @@ static __device__ __forceinline__ void simt_tile(const simt_args &args, const si
                 if (WEIGHT == FOLDED)
                     factor *= __frcp_rn(p.w.fold_scale[row + r]);
                 total = __fmul_rn(total, __fmul_rn(token_scale[m], factor));
+            } else if (WEIGHT == INT4) {
+                total = __fmul_rn(total, token_scale[m]);
             }
             moq_store_output(&p.out, first + m, row + r, total, moq_load_bias(&p.out, row + r));
         }
@@ -383,6 +436,14 @@ static inline moq_input_mode input_of(const moq_linear_spec *spec) {
 template <template <int, int> class KERNEL>
 static const void *kernel_for(const moq_linear_spec *spec, bool few) {
     bool packed = spec->weight == MOQ_WEIGHT_E2M1_PACKED;
+    if (input_of(spec) == MOQ_INPUT_AS_IS && spec->weight == MOQ_WEIGHT_E4M3_GROUP)
+        return KERNEL<MOQ_INPUT_AS_IS, E4M3_MX>::of(few);
+    if (spec->weight == MOQ_WEIGHT_INT8_ROW)
+        return spec->input == MOQ_INPUT_INT8 ? KERNEL<MOQ_INPUT_INT8, INT8_ROW>::of(few)
+                                             : KERNEL<MOQ_INPUT_AS_IS, INT8_ROW>::of(few);
+    if (spec->weight == MOQ_WEIGHT_INT4_GROUP)
+        return spec->input == MOQ_INPUT_E4M3_TENSOR ? KERNEL<MOQ_INPUT_E4M3_TENSOR, INT4>::of(few)
+                                                    : KERNEL<MOQ_INPUT_AS_IS, INT4>::of(few);
     switch (input_of(spec)) {
     case MOQ_INPUT_AS_IS:
         return KERNEL<MOQ_INPUT_AS_IS, PACKED>::of(few);

@@ -13,6 +13,7 @@ typedef struct {
     const row_tile *tiles;
     int64_t weight_tiles;
     float *out;
+    int group;
 } simt_product_args;
 
 template <int MODE, int WEIGHT, int ROWS>
@@ -27,9 +28,12 @@ static __global__ void __launch_bounds__(THREADS)
         return;
     moq_tile rows =
         moq_find_tile(&a.tile.partitions, a.tile.partition_count, p.weight, WARPS * ROWS);
-    simt::simt_weight w = {s->weight + e * s->weight_step, s->weight_scale + e * s->scale_step,
-                           row_of(s->output_scale, e * s->n), row_of(s->fold_scale, e * s->n),
-                           row_of(s->input_scale, (int64_t)e * s->partition_count)};
+    simt::simt_weight w = {s->weight + e * s->weight_step,
+                           s->weight_scale + e * s->scale_step,
+                           row_of(s->output_scale, e * s->n),
+                           row_of(s->fold_scale, e * s->n),
+                           row_of(s->input_scale, (int64_t)e * s->partition_count),
+                           a.group};
     simt::simt_tile<MODE, WEIGHT, ROWS>(
         a.tile, {w, output_of(s, a.out, e), rows, p.rows.first, p.rows.rows});
 }
@@ -46,7 +50,7 @@ template <int MODE, int WEIGHT> struct simt_kernel {
 static row_format format_of(const moq_linear_spec *spec) {
     moq_input_mode input = simt::input_of(spec);
     if (!spec->quantized_input)
-        return input == MOQ_INPUT_E4M3_TOKEN ? ROWS_AMAX : ROWS_VALUES;
+        return input == MOQ_INPUT_E4M3_TOKEN || input == MOQ_INPUT_INT8 ? ROWS_AMAX : ROWS_VALUES;
     return input == MOQ_INPUT_NVFP4        ? ROWS_NVFP4
            : input == MOQ_INPUT_E4M3_GROUP ? ROWS_GROUP
            : input == MOQ_INPUT_E4M3_TOKEN ? ROWS_TOKEN
@@ -75,6 +79,7 @@ static moq_status multiply(const expert_product *p, moq_err *err) {
     args.tiles = p->groups->tile;
     args.weight_tiles = moq_tile_count(spec, few ? WARPS : WARPS * PREFILL_ROWS);
     args.out = (float *)p->out;
+    args.group = spec->group_size;
     return launch_product(p, simt::kernel_for<simt_kernel>(spec, few), args.weight_tiles, THREADS,
                           0, &args, err);
 }

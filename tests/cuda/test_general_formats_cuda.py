@@ -1,0 +1,89 @@
+"""MXFP8, INT8 and INT4 weights on CUDA, against the reference and the CPU's preparation."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moqext import MoEMethod, reference
+
+from ..linear_cases import GENERAL, assert_close, random_case, random_x, smoothed
+from ..moe_cases import assert_experts_close, random_routing, random_stacks
+from ..work import each
+from .cases import params_to_cuda, poisoned, to_cuda, to_numpy, torch
+
+pytestmark = pytest.mark.gpu
+COMPUTES = [(algo, "exact") for algo in GENERAL] + [("MXFP8", "fp8")]
+
+
+@each("dtype", ["bfloat16", "float16", "float32"])
+@each("algo, compute", COMPUTES)
+def test_matches_reference(rng: Any, algo: str, compute: str, dtype: str) -> None:
+    case = random_case(rng, algo, 640, [34, 130, 8])
+    method = case.method(dtype=dtype, compute=compute, device="cuda:0")
+    params = method.prepare(params_to_cuda(case.listed()))
+    for tokens in (1, 8, 37, 300):
+        x = random_x(rng, (tokens, 640), dtype)
+        out = poisoned(tokens, 172, dtype=dtype)
+        assert method(to_cuda(x, dtype), params, None, out) is out
+        expected = case.expected(reference.as_float32(x), compute, x_dtype=dtype)
+        if compute == "fp8":  # on tensor cores that keep 14 bits of sums
+            y = reference.as_float32(to_numpy(out)).astype(np.float64)
+            assert np.linalg.norm(y - expected) <= 5e-3 * np.linalg.norm(expected)
+        else:
+            assert_close(to_numpy(out), expected, dtype)
+
+
+@each("algo, compute", COMPUTES)
+def test_prepared_bits_are_those_of_the_cpu(rng: Any, algo: str, compute: str) -> None:
+    case = random_case(rng, algo, 256, [48, 16])
+    case = smoothed(rng, case) if "AWQ" in algo or "W8A8" in algo else case
+    here = case.method(compute=compute).prepare(case.listed())
+    there = case.method(compute=compute, device="cuda:0").prepare(params_to_cuda(case.listed()))
+    assert here.keys() == there.keys()
+    for name, value in here.items():
+        found = to_numpy(there[name].view(torch.uint8) if there[name].element_size() == 1 else there[name])
+        np.testing.assert_array_equal(found, np.asarray(value).view(found.dtype))
+
+
+def test_reload_writes_the_same_outputs(rng: Any) -> None:
+    first, second = (random_case(rng, "MXFP8", 128, [32]) for _ in range(2))
+    method = first.method(device="cuda:0")
+    params = method.prepare(params_to_cuda(first.listed()))
+    places = {name: value.data_ptr() for name, value in params.items()}
+    again = method.prepare(params_to_cuda(second.listed()), out=params)
+    assert {name: value.data_ptr() for name, value in again.items()} == places
+    x = random_x(rng, (5, 128), "float32")
+    y = method(to_cuda(x).bfloat16(), again)
+    expected = second.expected(x.astype(np.float32))
+    assert np.linalg.norm(to_numpy(y.float()) - expected) <= 1e-2 * np.linalg.norm(expected)
+
+
+@each("dtype", ["bfloat16", "float32"])
+@each("algo", GENERAL)
+def test_experts_match_the_reference(rng: Any, algo: str, dtype: str) -> None:
+    method = MoEMethod(algo, 6, 256, 128, top_k=3, dtype=dtype, device="cuda:0")
+    stacks = random_stacks(rng, algo, 6, 256, 128)
+    params = method.prepare(params_to_cuda(stacks))
+    for tokens in (1, 23):
+        x = random_x(rng, (tokens, 256), dtype)
+        weights, ids = random_routing(rng, tokens, 3, 6)
+        y = method(to_cuda(x, dtype), params, to_cuda(weights), to_cuda(ids))
+        options = {"quant_algo": algo, "dtype": dtype}
+        values = reference.as_float32(x)
+        assert_experts_close(to_numpy(y), values, stacks, weights, ids, **options)
+
+
+def test_a_graph_replays_the_call(rng: Any) -> None:
+    case = random_case(rng, "W8A8_SQ_PER_CHANNEL", 256, [64], input_scale=False)
+    method = case.method(device="cuda:0")
+    params = method.prepare(params_to_cuda(case.listed()))
+    x = to_cuda(random_x(rng, (9, 256), "bfloat16"), "bfloat16")
+    expected, out = method(x, params), poisoned(9, 64, dtype="bfloat16")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        method(x, params, out=out)
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
