@@ -109,7 +109,9 @@ static moq_dtype source_dtype(const moq_weight *w, int which) {
     bool e2m1 = w->checkpoint == MOQ_WEIGHT_E2M1;
     if (which == SOURCE_WEIGHT)
         return e2m1 ? MOQ_DT_E2M1X2 : MOQ_DT_E4M3;
-    return which == SOURCE_SCALE && e2m1 ? MOQ_DT_E4M3 : MOQ_DT_NONE;
+    if (which != SOURCE_SCALE || !e2m1)
+        return MOQ_DT_NONE;
+    return w->mx_scales ? MOQ_DT_E8M0 : MOQ_DT_E4M3;
 }
 
 /* Reads numbers where NumPy has no dtype of theirs: bfloat16 arrives as uint16, powers of two as
@@ -196,7 +198,7 @@ static int take_source(moq_state *state, weight_args *p, PyObject *object, int w
 
 static bool has_source(const moq_weight *w, int which) {
     if (which == SOURCE_SCALE_2)
-        return w->checkpoint == MOQ_WEIGHT_E2M1;
+        return w->checkpoint == MOQ_WEIGHT_E2M1 && !w->mx_scales;
     return which != SOURCE_PRE_QUANT_SCALE || w->pre_quant_scale;
 }
 

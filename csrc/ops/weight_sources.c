@@ -125,9 +125,9 @@ static moq_status check_shapes(const moq_weight *w, const moq_weight_sources *so
     MOQ_TRY(check_rows(w, &sources->weight, moq_weight_param_name(w, MOQ_PARAM_WEIGHT),
                        e2m1 ? MOQ_DT_E2M1X2 : MOQ_DT_E4M3, e2m1 ? k / 2 : k, err));
     if (e2m1)
-        MOQ_TRY(check_rows(w, &sources->weight_scale,
-                           moq_weight_param_name(w, MOQ_PARAM_WEIGHT_SCALE), MOQ_DT_E4M3,
-                           moq_weight_scale_columns(w), err));
+        MOQ_TRY(
+            check_rows(w, &sources->weight_scale, moq_weight_param_name(w, MOQ_PARAM_WEIGHT_SCALE),
+                       w->mx_scales ? MOQ_DT_E8M0 : MOQ_DT_E4M3, moq_weight_scale_columns(w), err));
     if (w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK)
         MOQ_TRY(check_block_shapes(w, &sources->weight_scale, err));
     return MOQ_OK;
