@@ -12,7 +12,17 @@ from moqext.reference.activations import (
     quantize_nvfp4,
 )
 from moqext.reference.numbers import F32, F64, Array, as_float32, decode, plain_array, round_to
-from moqext.reference.weights import BLOCK, NVFP4_FAMILY, Params, fold_nvfp4, scalar, tensor, weight64
+from moqext.reference.weights import (
+    BLOCK,
+    MXFP4_FAMILY,
+    NVFP4_FAMILY,
+    Params,
+    fold_mxfp4,
+    fold_nvfp4,
+    scalar,
+    tensor,
+    weight64,
+)
 
 # How compute="exact" treats the activations of each algorithm.
 EXACT = {
@@ -26,6 +36,8 @@ EXACT = {
     "W4A16_AWQ": "untouched",
     "W8A16": "untouched",
 }
+FOLDED = (*NVFP4_FAMILY, "W4A8_NVFP4_FP8", *MXFP4_FAMILY)
+"""Algorithms with compute="fp8"."""
 
 
 def linear(
@@ -51,7 +63,7 @@ def linear(
     For the NVFP4 family there are two more. `compute="fp4"` (W4A4) quantizes x with `quantize_nvfp4` under
     input_scale, or where that is missing under a scale found from all of x. `compute="fp8"` quantizes x per
     token and folds the block scales into E4M3 weights (`fold_nvfp4`), which is no longer exact. So it does
-    for W4A8_NVFP4_FP8, with x in E4M3 per tensor.
+    for MXFP4 (`fold_mxfp4`) and, with x in E4M3 per tensor, for W4A8_NVFP4_FP8 and W4A8_MXFP4_FP8.
 
     pre_quant_scale multiplies x before it is quantized; the product is rounded to float32 and then to the
     dtype of x. lora_a and lora_b act on the smoothed, unquantized x.
@@ -103,11 +115,14 @@ def multiplied_weight(params: Params, quant_algo: str, compute: str, group_size:
         raise ValueError(f"quant_algo: linear knows {', '.join(EXACT)}, got {quant_algo!r}")
     if compute not in ("exact", "fp8", "fp4"):
         raise ValueError(f"compute: expected exact, fp8 or fp4, got {compute!r}")
-    folds = compute == "fp8" and quant_algo == "W4A8_NVFP4_FP8"
-    if compute != "exact" and quant_algo not in NVFP4_FAMILY and not folds:
-        raise ValueError(f"compute: {compute} is for {', '.join(NVFP4_FAMILY)} only, got {quant_algo!r}")
+    known = FOLDED if compute == "fp8" else NVFP4_FAMILY
+    if compute != "exact" and quant_algo not in known:
+        raise ValueError(f"compute: {compute} is for {', '.join(known)} only, got {quant_algo!r}")
     if compute != "fp8":
         return weight64(params, quant_algo, group_size=group_size)
+    if quant_algo in MXFP4_FAMILY:
+        codes, rows = fold_mxfp4(params)
+        return decode(codes, "e4m3").astype(np.float64) * rows[:, None]
     second = scalar(tensor(params, "weight_scale_2"), "weight_scale_2")
     codes, factor = fold_nvfp4(params)
     if second == 0:
@@ -119,7 +134,8 @@ def treatment(quant_algo: str, compute: str) -> str:
     """The form that activations get: "tensor", "token", "group", "nvfp4", or "untouched"."""
     if compute == "fp4":
         return "nvfp4"
-    return "token" if compute == "fp8" and quant_algo in NVFP4_FAMILY else EXACT[quant_algo]
+    exact = EXACT[quant_algo]
+    return "token" if compute == "fp8" and exact == "untouched" else exact
 
 
 def coded_activation(
