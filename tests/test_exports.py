@@ -127,7 +127,16 @@ LOOK_ALIKE = {  # cases whose tensors are also those of another format
     "mixed_three": "FP8",
     "nvfp4_uncalibrated": "W4A16_NVFP4",
 }
-RUNNABLE = {"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"}
+RUNNABLE = {
+    "FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN",
+    "FP8_PB_WO",
+    "NVFP4",
+    "W4A16_NVFP4",
+    "W4A8_NVFP4_FP8",
+    "MXFP4",
+    "W4A8_MXFP4_FP8",
+}
 NO_INPUT_SCALE = {"FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W4A16_NVFP4", "MXFP4", "MXFP8"}
 
 

@@ -315,7 +315,8 @@ const char *moq_compute_name(moq_compute compute) {
 
 moq_status moq_weight_fail_in_expert(const moq_weight *weight, int64_t expert, moq_status status,
                                      moq_err *err) {
-    bool of_expert = status == MOQ_ERR_VALUE || status == MOQ_ERR_TYPE || status == MOQ_ERR_BUFFER;
+    bool of_expert = status == MOQ_ERR_VALUE || status == MOQ_ERR_TYPE ||
+                     status == MOQ_ERR_BUFFER || status == MOQ_ERR_UNSUPPORTED;
     if (weight->experts && of_expert && err) {
         err->expert = expert;
         err->subject_first = weight->place != 0;

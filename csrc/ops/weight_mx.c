@@ -98,7 +98,7 @@ static moq_status check_range(const moq_weight *w, int64_t row, moq_mx_range ran
                            (long long)range.nan);
     if (range.most - range.least <= MOQ_MX_SPAN)
         return MOQ_OK;
-    return moq_fail_of(err, MOQ_ERR_VALUE, name,
+    return moq_fail_of(err, MOQ_ERR_UNSUPPORTED, name,
                        "the exponents of row %lld span %d, from %d to %d, and %d is the most that "
                        "kernels hold; `moqext convert --to bf16` reads it",
                        (long long)row, range.most - range.least, range.least - MOQ_MX_ONE,

@@ -25,12 +25,12 @@ RUNNABLE = {
     "llama_nvfp4_kvfp8": ("NVFP4", 7),
     "llama_w4a16_nvfp4": ("W4A16_NVFP4", 7),
     "llama_w4a8_nvfp4_fp8": ("W4A8_NVFP4_FP8", 7),
+    "llama_w4a8_mxfp4_fp8": ("W4A8_MXFP4_FP8", 7),
     "qwen3moe_fp8": ("FP8", 4 + 1),
     "qwen3moe_nvfp4": ("NVFP4", 4 + 1),
 }
 RECOGNISED = {
     "llama_mxfp8": "MXFP8",
-    "llama_w4a8_mxfp4_fp8": "W4A8_MXFP4_FP8",
     "llama_int4_awq": "W4A16_AWQ",
     "llama_w4a8_awq": "W4A8_AWQ",
     "llama_int8_sq": "W8A8_SQ_PER_CHANNEL",
@@ -422,8 +422,9 @@ def test_large_weights_are_read_in_pieces(tmp_path, rng, capsys, monkeypatch, al
     encoded = json.dumps(header).encode()
     body = b"".join(tensor.tobytes() for _, tensor in tensors.values())
     (tmp_path / "model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded + body)
-    # FP8 runs as "exact" only.
-    status, result = verify(capsys, tmp_path, "--compute", "fp4" if algo.startswith("FP8") else "exact")
+    # FP8 runs as "exact" only, MXFP4 also as "fp8".
+    runs = algo.startswith("FP8") or algo == "MXFP4"
+    status, result = verify(capsys, tmp_path, "--compute", "fp4" if runs else "exact")
     (row,) = result["rows"]
     assert (status, row["status"], row["shape"]) == (0, "read", [320, 128]), result
     assert row["quant_algo"] == algo
