@@ -100,7 +100,6 @@ def test_runs_on_torch_tensors(data, rng):
     "case",
     [
         "llama_mxfp8",
-        "llama_w4a8_mxfp4_fp8",
         "llama_int4_awq",
         "llama_w4a8_awq",
         "llama_int8_sq",

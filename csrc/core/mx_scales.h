@@ -4,8 +4,9 @@
  *   2^(exponent - 127) = e4m3(2^(exponent - most + 8)) * 2^(most - 8 - 127)
  *
  * where `most` is the row's largest exponent. E4M3 has every power of two from 2^-9 to 2^8. Where
- * the exponents of all groups lie further apart, those of groups whose codes are all zero have no
- * say, and their scale is zero; where all groups are such, `most` is the exponent of 1. */
+ * the exponents of all groups lie further apart, or one is 0, which exporters give groups of zeros,
+ * those of groups whose codes are all zero have no say, and their scale is zero. A row of nothing
+ * else has the factor 2^-8: one near 2^-127 would keep kernels from their usual arithmetic. */
 #ifndef MOQ_CORE_MX_SCALES_H
 #define MOQ_CORE_MX_SCALES_H
 
@@ -36,6 +37,11 @@ typedef struct {
 #else
 #define MOQ_MX_INLINE static inline
 #endif
+
+/* True if all groups have a say in a row of these least and largest exponents. */
+MOQ_MX_INLINE bool moq_mx_holds_all(int least, int most) {
+    return least > 0 && most - least <= MOQ_MX_SPAN;
+}
 
 /* The e4m3 code of 2^(exponent - most + 8), for exponents from most - MOQ_MX_SPAN to most. */
 MOQ_MX_INLINE uint8_t moq_mx_scale(int exponent, int most) {

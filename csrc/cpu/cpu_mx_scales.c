@@ -1,5 +1,5 @@
-/* Block scales of MX as those of NVFP4: see cpu_mx_scales.h. Codes are looked at only in rows whose
- * exponents lie too far apart. */
+/* Block scales of MX as those of NVFP4: see cpu_mx_scales.h. Codes are looked at only in rows where
+ * some groups may have no say. */
 #include "cpu/cpu_mx_scales.h"
 
 #include <string.h>
@@ -28,7 +28,7 @@ static moq_mx_range range_of_all(const uint8_t *exponents, int64_t groups) {
 
 moq_mx_range moq_cpu_find_mx_range(const uint8_t *exponents, const uint8_t *codes, int64_t groups) {
     moq_mx_range all = range_of_all(exponents, groups);
-    if (all.nan >= 0 || all.most - all.least <= MOQ_MX_SPAN)
+    if (all.nan >= 0 || moq_mx_holds_all(all.least, all.most))
         return all;
     moq_mx_range range = {-1, MOQ_MX_NAN, -1, false};
     for (int64_t i = 0; i < groups; i++) {

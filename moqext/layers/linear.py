@@ -50,7 +50,7 @@ class LinearMethod(PlannedMethod):
     run as `"fp8"` too, and lose nothing in a row whose exponents differ by at most 14.
 
     `compute="auto"` is `"exact"`, but on CUDA NVFP4, NVFP4_AWQ, W4A16_NVFP4 and MXFP4, from one prepared
-    copy, run as `"fp8"` wherever that is expected to be faster for the number of tokens, which on Hopper it is
+    copy, run as `"fp8"` wherever that is expected to be faster for the number of tokens, which on Hopper is
     from some hundreds on: `compute_for` tells which. A call has the bits that a method of that compute would
     give it.
 

@@ -4,8 +4,8 @@
  * being the row's largest exponent. A warp has a row, a lane every 32nd group of it. The second
  * dimension of the grid goes over the experts of a stack.
  *
- * Bound: memory, a byte a group in and out. Where exponents of a row lie too far apart the codes
- * are read, too, to leave out groups of zeros; exporters give these the exponent 0. */
+ * Bound: memory, a byte a group in and out. The codes are read, too, in rows where groups of zeros
+ * may have no say. */
 #include "cuda/tensor/cuda_mx_scales.h"
 
 #include "cuda/runtime/launch.h"
@@ -51,7 +51,7 @@ static __global__ void __launch_bounds__(32 * WARPS)
     const uint8_t *codes = p.codes + expert * p.code_step + row * p.code_stride;
     int64_t at = expert * p.span + row;
     range of = find_range(exponents, codes, p.groups, true);
-    bool bad = of.most == MOQ_MX_NAN, all = of.most - of.least <= MOQ_MX_SPAN;
+    bool bad = of.most == MOQ_MX_NAN, all = moq_mx_holds_all(of.least, of.most);
     if (!all && !bad) {
         of = find_range(exponents, codes, p.groups, false);
         if (of.most < 0)
