@@ -101,8 +101,8 @@ def test_groups_of_zeros_have_no_say():
 
 
 def test_a_row_of_zeros_has_a_factor_like_others():
-    """One near 2^-127, as its exponents say, had the rows beside it computed in float64: which ones those were
-    differed from call to call, and with them last bits of float32 outputs."""
+    """One near 2^-127, as its exponents say, had the rows beside it computed in float64: which ones differed
+    from call to call, and with them last bits of float32 outputs."""
     for exponents_of_zeros in ((0, 0), (0, 254)):
         nothing = prepare(row_of(*exponents_of_zeros, zeros=(0, 1)))
         assert (meaning(nothing) == 0).all()
