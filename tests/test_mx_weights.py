@@ -1,10 +1,14 @@
 """MXFP4 and W4A8_MXFP4_FP8: rows whose powers of two E4M3 holds run as NVFP4 in groups of 32."""
 
+import json
+
 import numpy as np
 import pytest
 
 from moqext import Checkpoint, LinearMethod, MoEMethod, UnsupportedQuantization, reference
+from moqext.__main__ import main
 
+from .expert_files import single_experts, write_checkpoint
 from .linear_cases import assert_close, assert_within_rounding, exponents, mx_part, random_case, random_x
 from .moe_cases import random_stacks
 from .work import each
@@ -239,3 +243,29 @@ def test_random_exponents_are_no_wider_than_asked(rng):
     for span in (0, 5, 17):
         found = exponents(rng, 50, 40, span).astype(int)
         assert (found.max(axis=1) - found.min(axis=1)).max() <= span
+
+
+def test_a_checkpoint_with_a_row_that_kernels_do_not_hold_is_read(rng, tmp_path, capsys):
+    """Nothing is wrong with it: `load` names the layer, and `verify` reads what cannot run."""
+    experts = random_stacks(rng, "MXFP4", 3, 64, 64)
+    experts["w2_weight"][1, 5] = 0x11
+    experts["w2_weight_scale"][1, 5] = [100, 118]
+    part = mx_part(rng, 40, 64)
+    part["weight"][7], part["weight_scale"][7] = 0x11, [100, 118]
+    linear = {f"model.layers.0.mlp.up_proj.{role}": ("U8", value) for role, value in part.items()}
+    tensors = {"experts": single_experts(experts, "MXFP4"), "linear": linear}
+    where = {"experts": "model.layers.0.mlp.experts: ", "linear": "model.layers.0.mlp.up_proj: "}
+    row = {
+        "experts": "w2_weight_scale: experts.1: the exponents of row 5",
+        "linear": "the exponents of row 7",
+    }
+    for kind in tensors:
+        config = {"hidden_act": "silu", "num_experts_per_tok": 2}
+        directory = write_checkpoint(tmp_path / kind, tensors[kind], "MXFP4", **config)
+        with Checkpoint(directory) as checkpoint:
+            (record,) = checkpoint.layers()
+            with pytest.raises(UnsupportedQuantization, match=f"^{where[kind]}.*{row[kind]} span 18"):
+                checkpoint.load(record)
+        assert main(["verify", str(directory), "--json"]) == 0
+        (found,) = json.loads(capsys.readouterr().out)["rows"]
+        assert (found["status"], "span 18" in found["message"]) == ("read", True)
