@@ -339,16 +339,16 @@ static void run(fuzz_input *in, const layer *l, const moq_params *params) {
     const char *only = getenv("MOQEXT_KERNEL");
     for (int i = 0; i < MOQ_LINEAR.kernel_count; i++) {
         char name[64], reason[MOQ_REASON_SIZE];
-        const moq_kernel_name kernel = MOQ_LINEAR.name(i);
+        const moq_kernel *kernel = MOQ_LINEAR.kernels[i];
         moq_plan plan;
-        if (!MOQ_LINEAR.can_run(spec, i, m, reason, sizeof reason))
+        if (!MOQ_LINEAR.can_run(spec, kernel, m, reason, sizeof reason))
             continue;
-        snprintf(name, sizeof name, "%s:%s", kernel.family, kernel.name);
+        snprintf(name, sizeof name, "%s:%s", kernel->family, kernel->name);
         if (only && strcmp(only, name) != 0)
             continue;
         FUZZ_CHECK(moq_plan_make(&MOQ_LINEAR, spec, name, &plan, &err) == MOQ_OK, "%s", err.text);
         fuzz_tensor y = fuzz_result(&wanted, 0xff);
-        count_call(i, kernel.name);
+        count_call(i, kernel->name);
         moq_linear_job job;
         moq_status status = moq_linear_open(&plan, params, &x.view, used, &y.view, &job, &err);
         void *workspace = NULL;

@@ -300,9 +300,9 @@ static void run(fuzz_input *in, const layer *l) {
     memcpy(before.view.data, c.y.view.data, bytes);
     for (int i = 0; i < MOQ_MOE.kernel_count; i++) {
         char name[64], reason[MOQ_REASON_SIZE];
-        const moq_kernel_name kernel = MOQ_MOE.name(i);
-        snprintf(name, sizeof name, "%s:%s", kernel.family, kernel.name);
-        if (!MOQ_MOE.can_run(&l->spec, i, 1, reason, sizeof reason) ||
+        const moq_kernel *kernel = MOQ_MOE.kernels[i];
+        snprintf(name, sizeof name, "%s:%s", kernel->family, kernel->name);
+        if (!MOQ_MOE.can_run(&l->spec, kernel, 1, reason, sizeof reason) ||
             (only && strcmp(only, name) != 0))
             continue;
         memcpy(c.y.view.data, before.view.data, bytes);

@@ -89,12 +89,14 @@ def build(out: Path, compiler: str, *, fuzzer: bool, sanitize: bool) -> dict[str
     flags = [*FLAGS, "-O2" if fuzzer else "-O1", *(SANITIZE if sanitize else [])]
     instrument = ["-fsanitize=fuzzer-no-link"] if fuzzer else []
     sources = [path for floor in FLOORS for path in sorted((ROOT / "csrc" / floor).glob("*.c"))]
-    sources += sorted((ROOT / "csrc" / "cuda" / "choice").glob("*.c"))
-    sources += sorted((ROOT / "csrc" / "cuda").glob("absent*.c"))
+    sources += sorted((ROOT / "csrc" / "cuda").rglob("*.c"))
     sources += [HERE / "fuzz.c", HERE / "text.c", *([] if fuzzer else [HERE / "replay.c"])]
     targets = {name: HERE / f"fuzz_{name}.c" for name in TARGETS}
     out.mkdir(parents=True, exist_ok=True)
-    objects = {path: out / f"{path.parent.name}_{path.stem}.o" for path in [*sources, *targets.values()]}
+    objects = {
+        path: out / "_".join(path.relative_to(ROOT).with_suffix(".o").parts)
+        for path in [*sources, *targets.values()]
+    }
     include = [f"-I{ROOT / 'csrc'}", f"-I{HERE}"]
     options = file_options()
 

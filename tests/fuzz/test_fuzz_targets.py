@@ -89,7 +89,7 @@ def test_a_broken_promise_ends_the_process(tmp_path, programs):
         '    FUZZ_CHECK(size < 2, "%zu bytes, the first %d", size, data[0]);\n    return 0;\n}\n'
     )
     objects = next(iter(programs.values())).parent
-    shared = [path for path in objects.glob("*.o") if not path.stem.startswith("fuzz_fuzz_")]
+    shared = [path for path in objects.glob("*.o") if not path.stem.startswith("tests_fuzz_fuzz_")]
     flags = [*builder.FLAGS, *(builder.SANITIZE if builder.works(COMPILER, builder.SANITIZE) else [])]
     include = [f"-I{builder.ROOT / 'csrc'}", f"-I{builder.HERE}"]
     builder.run(
