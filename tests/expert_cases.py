@@ -9,7 +9,10 @@ from moqext import LinearMethod
 
 from .linear_cases import COMPUTES, Case, random_case, smoothed
 
-STACKS = [*COMPUTES, ("NVFP4_AWQ", "exact"), ("NVFP4_AWQ", "fp8"), ("W4A8_NVFP4_FP8", "exact")]
+WITH_FACTORS = [*COMPUTES, ("NVFP4_AWQ", "exact"), ("NVFP4_AWQ", "fp8"), ("W4A8_NVFP4_FP8", "exact")]
+"""Algorithms whose weights have scales that may be zero, with each of their prepared forms."""
+
+STACKS = [*WITH_FACTORS, ("MXFP4", "exact"), ("MXFP4", "fp8")]
 """Every algorithm with a prepared form, with each of its prepared forms."""
 
 

@@ -51,10 +51,11 @@ def write_checkpoint(
 def stored(role: str, value: np.ndarray, algo: str) -> tuple[str, np.ndarray]:
     """A tensor as exporters write it: factors and biases as bfloat16, if that is what they came as."""
     if role == "weight":
-        return ("U8" if "NVFP4" in algo else "F8_E4M3"), value
+        return ("U8" if "FP4" in algo else "F8_E4M3"), value
     if value.dtype == np.uint16:
         return "BF16", value
-    return ("F8_E4M3" if value.dtype == np.uint8 else "F32"), np.asarray(value, value.dtype)
+    small = "U8" if "MXFP4" in algo else "F8_E4M3"
+    return (small if value.dtype == np.uint8 else "F32"), np.asarray(value, value.dtype)
 
 
 def halves(stacks: dict[str, np.ndarray], gated: bool) -> dict[str, dict[str, np.ndarray]]:

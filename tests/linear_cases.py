@@ -48,7 +48,7 @@ class Case:
 
     def magnitude(self, x, compute="exact"):
         """The sums of magnitudes |X| |W| behind each output: what rounding errors are proportional to."""
-        mask = 0x77 if "NVFP4" in self.algo else 0x7F
+        mask = 0x77 if "FP4" in self.algo else 0x7F
         parts = [part | {"weight": part["weight"] & np.uint8(mask)} for part in self.parts]
         return replace(self, parts=parts).expected(np.abs(x), compute)
 
@@ -91,6 +91,25 @@ def random_general_part(rng, algo, rows, columns):
     return {"weight": rng.integers(-128, 128, (rows, columns), dtype=np.int8), "weight_scale": floats(rows)}
 
 
+def exponents(rng, rows, groups, span=None):
+    """E8M0 scales of rows, those of a row no further apart than `span`, by chance up to the most."""
+    top = rng.integers(127 - 12, 127 - 4, (rows, 1))
+    width = rng.choice([0, 3, 17], (rows, 1)) if span is None else np.full((rows, 1), span)
+    return (top - rng.integers(0, width + 1, (rows, groups))).astype(np.uint8)
+
+
+def mx_part(rng, rows, columns, span=None):
+    """Codes and scales of MXFP4, some groups of zeros with a scale of 0, as exporters write them."""
+    part = {
+        "weight": rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8),
+        "weight_scale": exponents(rng, rows, columns // 32, span),
+    }
+    for row, group in np.argwhere(rng.random(part["weight_scale"].shape) < 0.06):
+        part["weight"][row, group * 16 : group * 16 + 16] = rng.choice(np.uint8([0x88, 0x00, 0x80]), 16)
+        part["weight_scale"][row, group] = 0
+    return part
+
+
 def random_part(rng, algo, rows, columns, group_size=None, input_scale=True):
     scalar = lambda: np.array(random_scale(rng))  # noqa: E731
     if "NVFP4" in algo:
@@ -100,6 +119,8 @@ def random_part(rng, algo, rows, columns, group_size=None, input_scale=True):
             "weight_scale": block_scales(rng, rows, columns // group),
             "weight_scale_2": scalar(),
         }
+    elif "MXFP4" in algo:
+        part = mx_part(rng, rows, columns)
     elif algo == "FP8_PB_WO":
         blocks = (-(-rows // 128), -(-columns // 128))
         part = {
@@ -112,7 +133,15 @@ def random_part(rng, algo, rows, columns, group_size=None, input_scale=True):
         per_row = algo == "FP8_PER_CHANNEL_PER_TOKEN"
         scale = np.exp2(rng.uniform(-12, -4, rows)).astype(np.float32) if per_row else scalar()
         part = {"weight": e4m3_codes(rng, rows, columns), "weight_scale": scale}
-    static = ("FP8", "NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL")
+    static = (
+        "FP8",
+        "NVFP4",
+        "NVFP4_AWQ",
+        "W4A8_NVFP4_FP8",
+        "W4A8_MXFP4_FP8",
+        "W4A8_AWQ",
+        "W8A8_SQ_PER_CHANNEL",
+    )
     if algo in static and input_scale:
         part["input_scale"] = scalar()
     return part
@@ -250,7 +279,7 @@ def with_a_lost_scale(rng, case):
 
 def prepared_for_cuda(case, compute="exact"):
     """Makes what `prepare` returns on a CUDA device, from the CPU's copy and the reference."""
-    if "NVFP4" not in case.algo:
+    if "FP4" not in case.algo:
         return case.method(compute=compute).prepare(case.listed())
     if compute == "fp4":
         rows = case.method(compute=compute).prepare(case.listed())

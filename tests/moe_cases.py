@@ -21,6 +21,8 @@ ALGOS = (
     "W4A16_NVFP4",
     "NVFP4_AWQ",
     "W4A8_NVFP4_FP8",
+    "MXFP4",
+    "W4A8_MXFP4_FP8",
 )
 COMPUTES = [
     *((algo, "exact") for algo in ALGOS),
@@ -30,10 +32,12 @@ COMPUTES = [
     ("NVFP4_AWQ", "fp8"),
     ("NVFP4_AWQ", "fp4"),
     ("W4A8_NVFP4_FP8", "fp8"),
+    ("MXFP4", "fp8"),
+    ("W4A8_MXFP4_FP8", "fp8"),
 ]
 """Every algorithm with every way to compute it."""
 
-WITH_INPUT_SCALES = ("FP8", "NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8")
+WITH_INPUT_SCALES = ("FP8", "NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8")
 """Algorithms whose files have input scales."""
 
 ROUTINGS = ("random", "skewed", "one", "few", "duplicates", "hostile")
@@ -49,7 +53,10 @@ def _expert_part(rng: Any, algo: str, rows: int, columns: int, group_size: int |
     size = float(np.sqrt(np.mean(np.square(reference.dequantize(part, algo, group_size=group_size)))))
     role = "weight_scale_2" if "NVFP4" in algo else "weight_scale"
     factor = np.float32(np.exp2(rng.uniform(-2, 1)) / (max(size, 1e-30) * np.sqrt(columns)))
-    if algo == "MXFP8":
+    if "MXFP4" in algo:
+        moved = part[role] + np.rint(np.log2(factor))
+        part[role] = np.where(part[role] == 0, 0, moved).astype(np.uint8)
+    elif algo == "MXFP8":
         part[role] = (part[role].astype(int) + int(np.rint(np.log2(factor)))).astype(np.uint8)
     else:
         part[role] = np.asarray(part[role] * factor, np.float32)
@@ -146,7 +153,7 @@ def make_sums_exact(rng: Any, quant_algo: str, stacks: dict[str, np.ndarray]) ->
     one, so that every sum is a whole number below 2^13 of a common unit. Of NVFP4 that is what it folds to.
     """
     made = dict(stacks)
-    if "NVFP4" in quant_algo:
+    if "FP4" in quant_algo:
         return made | _fold_to_exact_sums(rng, stacks)
     values = rng.integers(-2, 3, stacks["w13_weight"].shape).astype(np.float32)
     made["w13_weight"] = reference.encode(values, "e4m3").view(stacks["w13_weight"].dtype)
@@ -171,7 +178,10 @@ def _fold_to_exact_sums(rng: Any, stacks: dict[str, np.ndarray]) -> dict[str, np
     codes = rng.choice(np.uint8([0, 2, 4, 10, 12]), (*stacks["w13_weight"].shape, 2))  # -2 to 2
     made["w13_weight"] = codes[..., 0] | codes[..., 1] << 4
     shape = stacks["w13_weight_scale"].shape
-    scales = np.exp2(rng.integers(-2, 3, (*shape[:-1], 1)) + rng.integers(0, 2, shape)).astype(np.float32)
+    powers = rng.integers(-2, 3, (*shape[:-1], 1)) + rng.integers(0, 2, shape)
+    if "w13_weight_scale_2" not in stacks:
+        return made | {"w13_weight_scale": (powers + 127 - 9).astype(np.uint8)}
+    scales = np.exp2(powers).astype(np.float32)
     made["w13_weight_scale"] = reference.encode(scales, "e4m3").view(stacks["w13_weight_scale"].dtype)
     made["w13_weight_scale_2"] = np.full(stacks["w13_weight_scale_2"].shape, 2.0**-9, np.float32)
     if "w13_pre_quant_scale" in stacks:

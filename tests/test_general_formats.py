@@ -117,7 +117,7 @@ def test_mxfp8_folds_as_the_reference_does(rng):
     case = random_case(rng, "MXFP8", 256, [40])
     case.parts[0]["weight"][3] = 0
     prepared = case.method(compute="fp8").prepare(case.listed())
-    codes, factor = reference.fold_mx(case.parts[0])
+    codes, factor = reference.fold_mxfp8(case.parts[0])
     np.testing.assert_array_equal(np.asarray(prepared["weight"]).view(np.uint8), codes)
     np.testing.assert_array_equal(prepared["output_scale"], factor)
 
@@ -127,7 +127,7 @@ def test_folding_loses_nothing_where_codes_stay_normal(rng):
     part = case.parts[0]
     part["weight"] = np.uint8(0x40) | part["weight"] & 0xF7  # exponents of 8 and more, none all ones
     part["weight_scale"][:] = rng.integers(118, 121, part["weight_scale"].shape)
-    codes, factor = reference.fold_mx(part)
+    codes, factor = reference.fold_mxfp8(part)
     folded = reference.decode(codes, "e4m3").astype(np.float64) * factor[:, None]
     np.testing.assert_array_equal(folded, reference.dequantize(part, "MXFP8"))
 

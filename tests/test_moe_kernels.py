@@ -21,7 +21,7 @@ def plan(algo: str, compute: str, dtype: str = "bfloat16", chip: str = "8.0", si
 
 def product_of(algo: str, compute: str) -> str:
     """The kernel for any chip of 16-bit layers."""
-    if "NVFP4" not in algo:
+    if "FP4" not in algo:
         return "cuda:sm80_fp8"
     return "cuda:sm80_nvfp4_fp8" if compute == "fp8" else "cuda:sm80_nvfp4"
 

@@ -108,9 +108,10 @@ static int open_weight(const moq_prepared_weight *about, weight_args *p) {
 static moq_dtype source_dtype(const moq_weight *w, int which) {
     if (which == SOURCE_WEIGHT)
         return moq_weight_code_dtype(w);
-    if (which == SOURCE_SCALE && w->checkpoint == MOQ_WEIGHT_E4M3_GROUP)
-        return MOQ_DT_E8M0;
-    return which == SOURCE_SCALE && w->checkpoint == MOQ_WEIGHT_E2M1 ? MOQ_DT_E4M3 : MOQ_DT_NONE;
+    bool e2m1 = w->checkpoint == MOQ_WEIGHT_E2M1;
+    if (which != SOURCE_SCALE || (!e2m1 && w->checkpoint != MOQ_WEIGHT_E4M3_GROUP))
+        return MOQ_DT_NONE;
+    return e2m1 && !w->mx_scales ? MOQ_DT_E4M3 : MOQ_DT_E8M0;
 }
 
 /* Reads numbers where NumPy has no dtype of theirs: bfloat16 arrives as uint16, powers of two as
@@ -198,7 +199,7 @@ static int take_source(moq_state *state, weight_args *p, PyObject *object, int w
 
 static bool has_source(const moq_weight *w, int which) {
     if (which == SOURCE_SCALE_2)
-        return w->checkpoint == MOQ_WEIGHT_E2M1 || w->unused_scale_2;
+        return (w->checkpoint == MOQ_WEIGHT_E2M1 && !w->mx_scales) || w->unused_scale_2;
     return which != SOURCE_PRE_QUANT_SCALE || w->pre_quant_scale;
 }
 

@@ -165,6 +165,7 @@ moq_status moq_weight_resolve(const moq_weight_names *names, moq_weight *weight,
     weight->algo = facts->name;
     weight->per_row_scale = facts->scales == MOQ_SCALES_ROWS;
     weight->checkpoint = weight->weight = stored_layout(facts);
+    weight->mx_scales = weight->checkpoint == MOQ_WEIGHT_E2M1 && facts->scale_dtype == MOQ_DT_E8M0;
     weight->input = facts->input;
     weight->checkpoint_input_scale = facts->input_scale != MOQ_STATIC_NONE;
     weight->pre_quant_scale = facts->pre_quant_scale;
@@ -320,7 +321,9 @@ int moq_weight_checkpoint_params(const moq_weight *weight, moq_param_spec *param
     if (weight->checkpoint == MOQ_WEIGHT_E4M3_ROW || weight->checkpoint == MOQ_WEIGHT_INT8_ROW)
         params[count++] = vector(MOQ_PARAM_WEIGHT_SCALE, "scale",
                                  weight->per_row_scale ? weight->out_features : parts, true);
-    if (weight->checkpoint == MOQ_WEIGHT_E2M1)
+    if (weight->mx_scales)
+        params[1].dtype = MOQ_DT_E8M0;
+    else if (weight->checkpoint == MOQ_WEIGHT_E2M1)
         params[count++] = vector(MOQ_PARAM_WEIGHT_SCALE_2, "scale", parts, true);
     if (weight->unused_scale_2)
         params[count++] = vector(MOQ_PARAM_WEIGHT_SCALE_2, "scale", parts, false);
@@ -350,7 +353,8 @@ const char *moq_compute_name(moq_compute compute) {
 
 moq_status moq_weight_fail_in_expert(const moq_weight *weight, int64_t expert, moq_status status,
                                      moq_err *err) {
-    bool of_expert = status == MOQ_ERR_VALUE || status == MOQ_ERR_TYPE || status == MOQ_ERR_BUFFER;
+    bool of_expert = status == MOQ_ERR_VALUE || status == MOQ_ERR_TYPE ||
+                     status == MOQ_ERR_BUFFER || status == MOQ_ERR_UNSUPPORTED;
     if (weight->experts && of_expert && err) {
         err->expert = expert;
         err->subject_first = weight->place != 0;

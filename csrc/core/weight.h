@@ -49,6 +49,7 @@ typedef enum {
     moq_weight_layout weight;     /* as the kernel gets it */                                      \
     moq_input_mode input;         /* what becomes of the activations */                            \
     bool per_row_scale;           /* the checkpoint's weight_scale has one value per row */        \
+    bool mx_scales;               /* its block scales are E8M0, and there is no second level */    \
     bool one_input_scale;         /* the partitions have the same */                               \
     bool checkpoint_input_scale;  /* the algorithm writes an input_scale (it may be absent) */     \
     bool pre_quant_scale;         /* and, where none was folded elsewhere, a pre_quant_scale */    \

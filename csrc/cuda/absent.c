@@ -5,6 +5,7 @@
 #include "cuda/tensor/cuda_gate.h"
 #include "cuda/tensor/cuda_heads.h"
 #include "cuda/tensor/cuda_layout.h"
+#include "cuda/tensor/cuda_mx_scales.h"
 #include "cuda/tensor/cuda_nvfp4_pack.h"
 #include "cuda/tensor/cuda_prepare.h"
 #include "cuda/tensor/cuda_quantize.h"
@@ -41,6 +42,7 @@ FAILS(moq_cuda_download, void *host, const void *memory, size_t bytes, void *str
 FAILS(moq_cuda_copy, void *out, const void *memory, size_t bytes, void *stream)
 FAILS(moq_cuda_fill, void *out, int byte, size_t bytes, void *stream)
 FAILS(moq_cuda_copy_codes, const moq_code_copy *copy, void *stream)
+FAILS(moq_cuda_convert_mx_scales, const moq_mx_rows *rows, moq_findings *found, void *stream)
 FAILS(moq_cuda_pack_nvfp4, const moq_nvfp4_pack *pack, void *stream)
 FAILS(moq_cuda_unpack_nvfp4, const moq_nvfp4_unpack *unpack, void *stream)
 FAILS(moq_cuda_smooth_rows, const moq_tensor *x, const float *scale, const moq_tensor *rows,

@@ -18,6 +18,7 @@ typedef struct {
     bool checked;
     bool weight_stays; /* the weight's scales are on the device, of 16 or 32 bits, and not read */
     bool input_stays;  /* the scales of x are there, and not read */
+    const float *row_factor;   /* as in moq_prepare_mode */
     moq_prepare_scales scales; /* on the host: all that do not stay */
     moq_findings *note;        /* what was met, for the host */
     moq_findings *found;       /* where checks tell it: there, or where later kernels see it */

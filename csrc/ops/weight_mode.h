@@ -12,6 +12,8 @@ typedef struct {
     bool fresh;
     bool only_checks; /* nothing is written but the workspace; not of fresh outputs */
     bool checked;     /* so it was, just now: codes need not be looked at again */
+    const float
+        *row_factor; /* of all rows, beside the codes: multiplies their output_scale; NULL: 1 */
     void *stream;
     void *workspace;
 } moq_prepare_mode;

@@ -4,10 +4,11 @@
 
 #include "cpu/float_mode.h"
 #include "cuda/cuda.h"
+#include "ops/weight_mx.h"
 
 int64_t moq_prepare_workspace(const moq_weight *w, bool fresh) {
     bool on_host = w->device.kind == MOQ_CPU || moq_layout_is_general(w->checkpoint);
-    return on_host ? 0 : moq_prepare_workspace_on_cuda(w, fresh);
+    return on_host ? 0 : moq_prepare_mx_workspace(w) + moq_prepare_workspace_on_cuda(w, fresh);
 }
 
 /* Chooses where to work, with the weight's device current. */
@@ -19,6 +20,8 @@ static moq_status prepare(const moq_weight *w, const moq_weight_sources *sources
                            "its stream is being captured into a CUDA graph, but has to be "
                            "waited for; prepare weights before the capture");
     MOQ_TRY(moq_check_sources(w, sources, err));
+    if (w->mx_scales)
+        return moq_prepare_mx(w, sources, mode, params, err);
     return on_cpu ? moq_prepare_on_cpu(w, sources, mode, params, err)
            : moq_layout_is_general(w->checkpoint)
                ? moq_prepare_general_on_cuda(w, sources, mode, params, err)

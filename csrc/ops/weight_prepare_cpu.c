@@ -87,6 +87,11 @@ static moq_status prepare(const moq_weight *w, const moq_weight_sources *sources
     return MOQ_OK;
 }
 
+static void multiply_rows(const moq_weight *w, const float *row_factor, float *factor) {
+    for (int64_t i = 0; row_factor && i < moq_weight_matrices(w) * w->out_features; i++)
+        factor[i] *= row_factor[i];
+}
+
 moq_status moq_prepare_on_cpu(const moq_weight *w, const moq_weight_sources *sources,
                               moq_prepare_mode mode, moq_params *params, moq_err *err) {
     int all = MOQ_SCALES_OF_WEIGHT | MOQ_SCALES_OF_INPUT | MOQ_SCALES_OF_SMOOTHING;
@@ -94,6 +99,8 @@ moq_status moq_prepare_on_cpu(const moq_weight *w, const moq_weight_sources *sou
     moq_status status = moq_prepare_open_scales(w, sources, &scales, err);
     if (status == MOQ_OK)
         status = moq_prepare_read_scales(w, sources, all, NULL, &scales, err);
+    if (status == MOQ_OK)
+        multiply_rows(w, mode.row_factor, scales.factor);
     if (status == MOQ_OK)
         status = prepare(w, sources, mode, &scales, params, err);
     free(scales.memory);

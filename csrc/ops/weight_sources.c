@@ -110,13 +110,12 @@ static moq_status check_block_shapes(const moq_weight *w, const moq_source *sour
                       t.shape[2] == columns && t.shape[3] == 1;
         bool scalar = rows * columns == 1 && moq_tensor_numel(&t) == 1;
         if (!plain && !spread && !scalar)
-            return moq_fail_of(err, MOQ_ERR_VALUE, name,
-                               "expected shape [%lld, %lld] or [%lld, 1, %lld, 1] for %s, got %s",
-                               (long long)rows, (long long)columns, (long long)rows,
-                               (long long)columns,
-                               w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK ? "128x128 blocks"
-                                                                      : "groups of its rows",
-                               moq_shape_text(&t, shape, sizeof shape));
+            return moq_fail_of(
+                err, MOQ_ERR_VALUE, name,
+                "expected shape [%lld, %lld] or [%lld, 1, %lld, 1] for %s, got %s", (long long)rows,
+                (long long)columns, (long long)rows, (long long)columns,
+                w->checkpoint == MOQ_WEIGHT_E4M3_BLOCK ? "128x128 blocks" : "groups of its rows",
+                moq_shape_text(&t, shape, sizeof shape));
     }
     return MOQ_OK;
 }
@@ -128,9 +127,10 @@ static moq_status check_shapes(const moq_weight *w, const moq_weight_sources *so
     MOQ_TRY(check_rows(w, &sources->weight, moq_weight_param_name(w, MOQ_PARAM_WEIGHT),
                        moq_weight_code_dtype(w), e2m1 ? k / 2 : k, int4, err));
     if (e2m1 || w->checkpoint == MOQ_WEIGHT_E4M3_GROUP)
-        MOQ_TRY(
-            check_rows(w, &sources->weight_scale, moq_weight_param_name(w, MOQ_PARAM_WEIGHT_SCALE),
-                       e2m1 ? MOQ_DT_E4M3 : MOQ_DT_E8M0, moq_weight_scale_columns(w), false, err));
+        MOQ_TRY(check_rows(w, &sources->weight_scale,
+                           moq_weight_param_name(w, MOQ_PARAM_WEIGHT_SCALE),
+                           e2m1 && !w->mx_scales ? MOQ_DT_E4M3 : MOQ_DT_E8M0,
+                           moq_weight_scale_columns(w), false, err));
     if (moq_weight_has_scale_matrix(w))
         MOQ_TRY(check_block_shapes(w, &sources->weight_scale, err));
     return MOQ_OK;

@@ -21,13 +21,13 @@ class LinearMethod(PlannedMethod):
 
     Args:
         quant_algo: "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4",
-            "W4A8_NVFP4_FP8", "MXFP8", "W4A16_AWQ", "W4A8_AWQ", "W8A16" or "W8A8_SQ_PER_CHANNEL", in any
-            spelling that configurations use.
+            "W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8", "MXFP8", "W4A16_AWQ", "W4A8_AWQ", "W8A16" or
+            "W8A8_SQ_PER_CHANNEL", in any spelling that configurations use.
         in_features: K, columns of the weight.
         out_partitions: Rows of each layer fused into this one, in order ([q, k, v] or [N]). Every partition
             keeps its own scales; none is requantized.
         group_size: Columns that share a block scale; None for the algorithm's own (16 for NVFP4, 32 for
-            W4A8_NVFP4_FP8 and MXFP8, 128 for FP8_PB_WO and AWQ). All of NVFP4 take 16 and 32, AWQ any.
+            W4A8_NVFP4_FP8, MXFP4 and MXFP8, 128 for FP8_PB_WO and AWQ). All of NVFP4 take 16 and 32, AWQ any.
         dtype: Of x and y: "bfloat16", "float16" or "float32", or a framework's own object (`torch.bfloat16`,
             `numpy.float32`).
         device: "cpu" or "cuda:N", or a framework's own object (`torch.device("cuda", 0)`).
@@ -38,25 +38,25 @@ class LinearMethod(PlannedMethod):
             have; `prepare` checks it. On CUDA fused FP8 layers are then multiplied at once.
         quantized_input: x is float8_e4m3fn already: what `ops.quantize(x, "fp8_tensor", scale=input_scale)`,
             `ops.rms_norm_quantize` and `ops.silu_and_mul_quantize` return for the layer's one `input_scale`,
-            which the checkpoint has to have. For FP8 and W4A8_NVFP4_FP8. y is of `dtype` as always, and has
-            the bits of the same kernel with an x that it quantizes itself.
+            which the checkpoint has to have. For FP8, W4A8_NVFP4_FP8 and W4A8_MXFP4_FP8. y is of `dtype` as
+            always, and has the bits of the same kernel with an x that it quantizes itself.
 
     `compute="exact"` treats the activations as the algorithm prescribes and multiplies the weight exactly
     as stored: FP8 quantizes x to e4m3 with the checkpoint's `input_scale` (with amax / 448 of the whole x
     where the checkpoint has none), FP8_PER_CHANNEL_PER_TOKEN with one scale per token, FP8_PB_WO with one
-    per token and 128 columns, W4A8_NVFP4_FP8 and W4A8_AWQ as FP8; W8A8_SQ_PER_CHANNEL quantizes it to int8
-    with `input_scale`, or by token where the checkpoint has none; all others leave x as it is. A
-    `pre_quant_scale` multiplies x before that.
+    per token and 128 columns, W4A8_NVFP4_FP8, W4A8_MXFP4_FP8 and W4A8_AWQ as FP8; W8A8_SQ_PER_CHANNEL
+    quantizes it to int8 with `input_scale`, or by token where the checkpoint has none; all others leave x as
+    it is. A `pre_quant_scale` multiplies x before that.
 
     NVFP4 weights also run as `"fp4"` (x quantized to NVFP4 with `input_scale`, or amax / 2688 of the whole
     x) and as `"fp8"` (x quantized per token, block scales folded into e4m3 weights: about 2 % of noise on
-    top of NVFP4's own 9 %). MXFP8 runs as `"fp8"`, too, where folding rounds only codes that become
-    subnormal.
+    top of NVFP4's own 9 %). MXFP4 and MXFP8 run as `"fp8"`, too: MXFP4 loses nothing in a row whose exponents
+    differ by at most 14, MXFP8 only in codes that become subnormal.
 
-    `compute="auto"` is `"exact"`, but on CUDA NVFP4, NVFP4_AWQ and W4A16_NVFP4, from one prepared copy, run
-    as `"fp8"` wherever that is expected to be faster for the number of tokens, which on Hopper it is from
-    some hundreds on: `compute_for` tells which. A call has the bits that a method of that compute would give
-    it.
+    `compute="auto"` is `"exact"`, but on CUDA NVFP4, NVFP4_AWQ, W4A16_NVFP4 and MXFP4, from one prepared
+    copy, run as `"fp8"` wherever that is expected to be faster for the number of tokens, which on Hopper is
+    from some hundreds on: `compute_for` tells which. A call has the bits that a method of that compute would
+    give it.
 
     The attributes are the arguments, resolved: canonical names, the group size that holds. Copying and
     pickling work.

@@ -111,6 +111,8 @@ def load_layers(
         params = {role: _on_device(method, role, tensors) for role, tensors in params.items()}
     try:
         prepared = method.prepare(params)
+    except UnsupportedQuantization as error:
+        raise UnsupportedQuantization(f"{', '.join(names)}: {error}") from None
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{', '.join(names)}: {error}", file=checkpoint.directory) from error
     bias = _fused_bias(checkpoint, records)

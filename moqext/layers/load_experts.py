@@ -267,6 +267,8 @@ def prepare_part(
     _complete_input_scales(checkpoint, record, planned.form, stacks)
     try:
         params = _prepare(planned.method, stacks)
+    except UnsupportedQuantization as error:
+        raise UnsupportedQuantization(f"{record.name}: {error}") from None
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{record.name}: {error}", file=checkpoint.directory) from error
     return ExpertPart(planned.experts, planned.method, params), stacks

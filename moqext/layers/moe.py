@@ -72,23 +72,25 @@ class MoEMethod(PlannedMethod):
     - weight_scale, FP8_PER_CHANNEL_PER_TOKEN: w13 [E, P I]; w2 [E, H];
     - weight_scale, FP8_PB_WO: w13 [E, P ceil(I/128), ceil(H/128)]; w2 [E, ceil(H/128), ceil(I/128)];
     - weight_scale, INT8: w13 [E, P I]; w2 [E, H];
-    - weight_scale, NVFP4, MXFP8, AWQ: w13 [E, P I, H/g]; w2 [E, H, I/g];
+    - weight_scale, NVFP4, MXFP4 and MXFP8 (e8m0), AWQ: w13 [E, P I, H/g]; w2 [E, H, I/g];
     - weight_scale_2, NVFP4: w13 [E, P]; w2 [E];
     - input_scale: w13 [E, P]; w2 [E];
     - pre_quant_scale, AWQ, W8A8_SQ_PER_CHANNEL: w13 [E, H]; w2 [E, I];
     - bias: w13 [E, P I]; w2 [E, H].
 
     Gate and up keep their own scales. Activation scales are one for all experts of a layer where x is
-    quantized with a static scale (FP8, W4A8_NVFP4_FP8, W4A8_AWQ, W8A8_SQ_PER_CHANNEL), the largest that there
-    is, and one an expert with `compute="fp4"`; experts without one have the largest of the others, with a
-    RuntimeWarning.
+    quantized with a static scale (FP8, W4A8_NVFP4_FP8, W4A8_MXFP4_FP8, W4A8_AWQ, W8A8_SQ_PER_CHANNEL), the
+    largest that there is, and one an expert with `compute="fp4"`; experts without one have the largest of the
+    others, with a RuntimeWarning.
 
     With `quantized_input` x is what `ops.quantize` makes of tokens, and `x_scale` the scales that it returns
     beside the codes. y is of `dtype` as always, and has the bits of the same kernel with tokens that it
     quantizes itself:
 
-    - FP8, W4A8_NVFP4_FP8: "fp8_tensor" with scale=w13_input_scale; x e4m3 [..., H], x_scale None;
-    - FP8_PER_CHANNEL_PER_TOKEN, NVFP4 as "fp8": "fp8_token"; x e4m3 [..., H], x_scale float32 [..., 1];
+    - FP8, W4A8_NVFP4_FP8, W4A8_MXFP4_FP8: "fp8_tensor" with scale=w13_input_scale; x e4m3 [..., H], x_scale
+      None;
+    - FP8_PER_CHANNEL_PER_TOKEN, NVFP4 and MXFP4 as "fp8": "fp8_token"; x e4m3 [..., H], x_scale float32
+      [..., 1];
     - FP8_PB_WO: "fp8_group"; x e4m3 [..., H], x_scale float32 [..., ceil(H/128)];
     - NVFP4 as "fp4": "nvfp4" with scale=w13_input_scale; x fp4 [..., H/2], x_scale e4m3 [..., H/16].
 

@@ -22,7 +22,7 @@ from moqext.reference.numbers import as_float32, decode, encode, round_to
 from moqext.reference.packed import pack_nvfp4, unpack_nvfp4
 from moqext.reference.producer import quantize_weight
 from moqext.reference.routing import route
-from moqext.reference.weights import dequantize, fold_mx, fold_nvfp4
+from moqext.reference.weights import dequantize, fold_mxfp4, fold_mxfp8, fold_nvfp4
 
 __all__ = [
     "NVFP4Activation",
@@ -33,7 +33,8 @@ __all__ = [
     "expert_activation",
     "expert_input_scale",
     "experts_reference",
-    "fold_mx",
+    "fold_mxfp4",
+    "fold_mxfp8",
     "fold_nvfp4",
     "linear",
     "pack_nvfp4",

@@ -24,13 +24,15 @@ ALGORITHMS = (
     "W4A16_NVFP4",
     "NVFP4_AWQ",
     "W4A8_NVFP4_FP8",
+    "MXFP4",
+    "W4A8_MXFP4_FP8",
     "MXFP8",
     "W4A16_AWQ",
     "W4A8_AWQ",
     "W8A16",
     "W8A8_SQ_PER_CHANNEL",
 )
-ONE_INPUT_SCALE = ("FP8", "W4A8_NVFP4_FP8", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL")
+ONE_INPUT_SCALE = ("FP8", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL")
 """Algorithms whose activations have one scale of the layer, known before it runs."""
 
 SWIGLU = {"silu": (1.0, 0.0, math.inf), "swigluoai": (1.702, 1.0, 7.0)}
@@ -132,9 +134,9 @@ def expert_input_scale(
 ) -> F32 | None:
     """The scale of each expert's activations before one projection; None where none is used.
 
-    FP8, W4A8_NVFP4_FP8, W4A8_AWQ and W8A8_SQ_PER_CHANNEL have one of the layer, the largest of all experts
-    and of gate and up; so every expert has it. `compute="fp4"` has one of each expert, the larger one of its
-    gate and up. A NaN is a missing one: an expert without any has the largest of the others.
+    FP8, W8A8_SQ_PER_CHANNEL and those whose names begin with W4A8 have one of the layer, the largest of all
+    experts and of gate and up; so every expert has it. `compute="fp4"` has one of each expert, the larger one
+    of its gate and up. A NaN is a missing one: an expert without any has the largest of the others.
 
     Args:
         stacks: as for `experts_reference`.
@@ -305,6 +307,7 @@ def experts_reference(
               [E, ceil(H / 128), ceil(I / 128)];
             - NVFP4, W4A16_NVFP4, NVFP4_AWQ, W4A8_NVFP4_FP8: w13_weight_scale [E, P * I, H / g],
               w2_weight_scale [E, H, I / g], w13_weight_scale_2 [E, P], w2_weight_scale_2 [E];
+            - MXFP4, W4A8_MXFP4_FP8: w13_weight_scale [E, P * I, H / 32], w2_weight_scale [E, H, I / 32];
             - w13_input_scale [E, P], w2_input_scale [E], NaN where one is missing (`expert_input_scale`);
             - w13_pre_quant_scale [E, H], w2_pre_quant_scale [E, I];
             - w13_bias [E, P * I] (alternating where `interleaved`), w2_bias [E, H].

@@ -16,9 +16,11 @@ from moqext.reference.activations import (
 from moqext.reference.numbers import F32, F64, Array, as_float32, decode, plain_array, round_to
 from moqext.reference.weights import (
     BLOCK,
+    MXFP4_FAMILY,
     NVFP4_FAMILY,
     Params,
-    fold_mx,
+    fold_mxfp4,
+    fold_mxfp8,
     fold_nvfp4,
     scalar,
     tensor,
@@ -40,6 +42,8 @@ EXACT = {
     "W8A8_SQ_PER_CHANNEL": "int8",
     "W8A16": "untouched",
 }
+FOLDED = (*NVFP4_FAMILY, "W4A8_NVFP4_FP8", *MXFP4_FAMILY, "MXFP8")
+"""Algorithms with compute="fp8"."""
 
 
 def linear(
@@ -66,8 +70,8 @@ def linear(
     For the NVFP4 family there are two more. `compute="fp4"` (W4A4) quantizes x with `quantize_nvfp4` under
     input_scale, or where that is missing under a scale found from all of x. `compute="fp8"` quantizes x per
     token and folds the block scales into E4M3 weights (`fold_nvfp4`), which is no longer exact. So it does
-    for W4A8_NVFP4_FP8, with x in E4M3 per tensor, and for MXFP8 (`fold_mx`), exactly but for codes that
-    become subnormal.
+    for MXFP4 and MXFP8 (`fold_mxfp4`, `fold_mxfp8`) and, with x in E4M3 per tensor, for W4A8_NVFP4_FP8 and
+    W4A8_MXFP4_FP8.
 
     pre_quant_scale multiplies x before it is quantized; the product is rounded to float32 and then to the
     dtype of x. lora_a and lora_b act on the smoothed, unquantized x.
@@ -119,14 +123,14 @@ def multiplied_weight(params: Params, quant_algo: str, compute: str, group_size:
         raise ValueError(f"quant_algo: linear knows {', '.join(EXACT)}, got {quant_algo!r}")
     if compute not in ("exact", "fp8", "fp4"):
         raise ValueError(f"compute: expected exact, fp8 or fp4, got {compute!r}")
-    folds = compute == "fp8" and quant_algo in ("W4A8_NVFP4_FP8", "MXFP8")
-    if compute != "exact" and quant_algo not in NVFP4_FAMILY and not folds:
-        raise ValueError(f"compute: {compute} is for {', '.join(NVFP4_FAMILY)} only, got {quant_algo!r}")
+    known = FOLDED if compute == "fp8" else NVFP4_FAMILY
+    if compute != "exact" and quant_algo not in known:
+        raise ValueError(f"compute: {compute} is for {', '.join(known)} only, got {quant_algo!r}")
     if compute != "fp8":
         return weight64(params, quant_algo, group_size=group_size)
-    if quant_algo == "MXFP8":
-        codes, factor = fold_mx(params)
-        return decode(codes, "e4m3").astype(np.float64) * factor[:, None]
+    if quant_algo in (*MXFP4_FAMILY, "MXFP8"):
+        codes, rows = fold_mxfp8(params) if quant_algo == "MXFP8" else fold_mxfp4(params)
+        return decode(codes, "e4m3").astype(np.float64) * rows[:, None]
     second = scalar(tensor(params, "weight_scale_2"), "weight_scale_2")
     codes, factor = fold_nvfp4(params)
     if second == 0:
@@ -138,8 +142,8 @@ def treatment(quant_algo: str, compute: str) -> str:
     """The form that activations get: "tensor", "token", "group", "nvfp4", "int8", or "untouched"."""
     if compute == "fp4":
         return "nvfp4"
-    by_token = compute == "fp8" and quant_algo in (*NVFP4_FAMILY, "MXFP8")
-    return "token" if by_token else EXACT[quant_algo]
+    exact = EXACT[quant_algo]
+    return "token" if compute == "fp8" and exact == "untouched" else exact
 
 
 def coded_activation(

@@ -18,6 +18,7 @@ from moqext.reference.numbers import F32, F64, Array, as_float32, decode, encode
 
 Params = Mapping[str, Array]
 NVFP4_FAMILY = ("NVFP4", "NVFP4_AWQ", "NVFP4_SVD", "W4A16_NVFP4")
+MXFP4_FAMILY = ("MXFP4", "W4A8_MXFP4_FP8")
 BLOCK = 128
 
 
@@ -175,8 +176,7 @@ DEQUANTIZERS: dict[str, Callable[[Params, int | None], F64]] = {
     "FP8_PER_CHANNEL_PER_TOKEN": _fp8,
     "FP8_PB_WO": _fp8_blocks,
     **dict.fromkeys((*NVFP4_FAMILY, "W4A8_NVFP4_FP8"), _nvfp4),
-    "MXFP4": _mx("e2m1"),
-    "W4A8_MXFP4_FP8": _mx("e2m1"),
+    **dict.fromkeys(MXFP4_FAMILY, _mx("e2m1")),
     "MXFP8": _mx("e4m3"),
     "W4A16_AWQ": _int4,
     "W4A8_AWQ": _int4,
@@ -229,16 +229,16 @@ def dequantize(
         return weight.astype(np.float32)
 
 
-def fold_mx(params: Params) -> tuple[Array, F32]:
+def fold_mxfp8(params: Params) -> tuple[Array, F64]:
     """MXFP8's powers of two folded into E4M3 codes, as `linear(..., compute="fp8")` uses them.
 
     With v = e4m3 * 2^(weight_scale - 127), row factors and codes are those of `fold_nvfp4`. Only codes that
     become subnormal are rounded.
 
     Returns:
-        uint8 E4M3 codes (N, K) and float32 factors (N,): weight = code * factor[:, None].
+        uint8 E4M3 codes (N, K) and float64 factors (N,): weight = code * factor[:, None].
     """
-    return _folded(weight64(params, "MXFP8"))
+    return _fold(weight64(params, "MXFP8"))
 
 
 def fold_nvfp4(params: Params) -> tuple[Array, F32]:
@@ -254,10 +254,23 @@ def fold_nvfp4(params: Params) -> tuple[Array, F32]:
     values = np.multiply(
         *_along(raw(tensor(params, "weight")), scale, "e2m1", None, "weight_scale"), dtype=np.float64
     )
-    return _folded(values)
+    codes, factor = _fold(values)
+    return codes, factor.astype(np.float32)
 
 
-def _folded(values: F64) -> tuple[Array, F32]:
+def fold_mxfp4(params: Params) -> tuple[Array, F64]:
+    """MXFP4 block scales folded into E4M3 codes, as `linear(..., compute="fp8")` uses them.
+
+    With v = e2m1 * 2^(weight_scale - 127), codes and factors are made as in `fold_nvfp4`. Of a row whose
+    exponents differ by at most 14 every code is exact.
+
+    Returns:
+        uint8 E4M3 codes (N, K) and float64 factors (N,): weight = code * factor[:, None].
+    """
+    return _fold(DEQUANTIZERS["MXFP4"](params, None))
+
+
+def _fold(values: F64) -> tuple[Array, F64]:
     fraction, exponent = np.frexp(np.abs(values).max(axis=-1, initial=0.0) / 448.0)
     factor = np.where(fraction > 0, np.ldexp(1.0, exponent - (fraction == 0.5)), 1.0)
-    return encode(values / factor[:, None], "e4m3"), factor.astype(np.float32)
+    return encode(values / factor[:, None], "e4m3"), factor

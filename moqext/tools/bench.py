@@ -376,6 +376,8 @@ def random_tensor(spec: ParamSpec, rng: np.random.Generator) -> NDArray[Any]:
     """Codes of any value, scales of a few powers of two around a small one."""
     if spec.dtype == "float32":
         return np.exp2(rng.uniform(-8, -4, spec.shape)).astype(np.float32)
+    if spec.dtype == "float8_e8m0fnu":
+        return rng.integers(119, 124, spec.shape, np.uint8)  # 2^-8 to 2^-4
     if spec.role == "scale":
         return rng.integers(0x30, 0x48, spec.shape, np.uint8)  # e4m3, 0.5 to 4
     codes = rng.integers(0, 0x100, spec.shape, np.uint8)

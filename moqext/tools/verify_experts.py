@@ -119,6 +119,8 @@ def verify_experts(
         if fault:
             return replace(row, status="failed", message=fault)
         outputs = _run(layer, rng, tokens)
+    except UnsupportedQuantization as error:  # a row that no kernel holds
+        return _only_read(checkpoint, record, row, reason_of(record.name, error))
     except (ValueError, TypeError, BufferError, RuntimeError) as error:
         return replace(row, message=reason_of(record.name, error))
     limit, limit_max = LIMITS[dtype]
@@ -158,6 +160,18 @@ def _misread(
                 if differing:
                     return f"{name}, expert {number}: {differing:,} of {stored.size:,} weights are misread"
     return ""
+
+
+def _only_read(checkpoint: CheckpointReader, record: LayerRecord, row: Row, why: str) -> Row:
+    """The row of experts that cannot run: every weight has to be finite."""
+    members = _by_expert(record)
+    for number in range(record.shape[0]):
+        for _, name, weight in _stored_weights(checkpoint, record, members.get(number, ()), number):
+            bad = weight.size - int(np.count_nonzero(np.isfinite(weight)))
+            if bad:
+                message = f"{name}, expert {number}: {bad:,} of {weight.size:,} weights are NaN or infinite"
+                return replace(row, status="failed", message=message)
+    return replace(row, status="read", message=why)
 
 
 def _filled(stacks: ExpertStacks) -> dict[str, NDArray[Any]]:

@@ -20,7 +20,7 @@ from moqext.algorithms import ALGORITHMS
 from moqext_sglang.hand_back import or_sglang
 from moqext_sglang.loading import BLOCK, in_shape
 from moqext_sglang.prepared import prepare, restore, settle
-from moqext_torch.exchange import NAMED
+from moqext_torch.exchange import NAMED, as_bytes
 from moqext_torch.moe_op import ROLES, Description, find_moe_method
 from moqext_torch.op import is_plain_call
 
@@ -166,6 +166,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
             if expert_id is None or shard_id not in ("w1", "w2", "w3"):
                 raise CheckpointError(f"{self.prefix}: {weight_name}: expected a tensor of one expert")
             self.restore_weights_before_loading(layer)
+            loaded = as_bytes(loaded) if param.dtype == torch.uint8 else loaded
             name = "weight" if role.endswith("_weight") else "scale"  # what SGLang's loader tells apart
             if role.endswith("input_scale"):
                 self._input_scales.setdefault(role, {})[expert_id, shard_id] = loaded.item()

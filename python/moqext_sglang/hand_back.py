@@ -26,7 +26,14 @@ except ImportError:  # SGLang 0.5.17
 
 logger = logging.getLogger(__name__)
 
-TAKEN_FOR_OTHERS = ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W4A8_NVFP4_FP8", "NVFP4_AWQ")
+TAKEN_FOR_OTHERS = (
+    "FP8_PER_CHANNEL_PER_TOKEN",
+    "FP8_PB_WO",
+    "W4A8_NVFP4_FP8",
+    "NVFP4_AWQ",
+    "MXFP4",
+    "W4A8_MXFP4_FP8",
+)
 """Algorithms of a whole checkpoint that SGLang's methods read as another one."""
 
 

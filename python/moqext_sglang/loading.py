@@ -18,7 +18,7 @@ from sglang.srt.layers.parameter import (
 )
 
 from moqext import CheckpointError, ParamSpec
-from moqext_torch.exchange import NAMED
+from moqext_torch.exchange import NAMED, as_bytes
 
 _PARTS = {"q": 0, "k": 1, "v": 2}
 BLOCK = 128
@@ -102,6 +102,7 @@ class Slots:
                 raise CheckpointError(f"{self.prefix}: {role}: one tensor for several parts")
             if role == "pre_quant_scale" and role in self.fresh:
                 self._refuse_another_input(param, loaded)
+            loaded = as_bytes(loaded) if param.dtype == torch.uint8 else loaded
             load(param, in_shape(loaded, param.dim()), *shard, **named)
             self._filled[role] |= which
             self.fresh.add(role)

@@ -12,7 +12,7 @@ import torch
 
 from moqext import UnsupportedQuantization
 from moqext.ops import unpack_nvfp4
-from moqext_torch.exchange import NAMED
+from moqext_torch.exchange import NAMED, stored_exponents
 
 
 @torch.inference_mode(False)
@@ -108,4 +108,7 @@ def restore(
         return
     unpacked, scales = unpack_nvfp4(codes, shape, method.group_size or 16)
     weight.data = unpacked
-    getattr(layer, f"{prefix}weight_scale").data = scales.view(torch.float8_e4m3fn)
+    scales = scales.view(torch.float8_e4m3fn)
+    if method.checkpoint_params[f"{prefix}weight_scale"].dtype == "float8_e8m0fnu":
+        scales = stored_exponents(scales, prepared[f"{prefix}output_scale"])
+    getattr(layer, f"{prefix}weight_scale").data = scales

@@ -15,11 +15,11 @@ STORED = {  # dtypes of safetensors files
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-NAMED = {  # dtypes of moqext.ParamSpec; torch has packed fp4 and e8m0, but files and modules know the bytes
+NAMED = {  # dtypes of moqext.ParamSpec; torch has packed fp4 and e8m0, but modules and files know the bytes
     "float32": torch.float32,
     "float8_e4m3fn": torch.float8_e4m3fn,
-    "float4_e2m1fn_x2": torch.uint8,
     "float8_e8m0fnu": torch.uint8,
+    "float4_e2m1fn_x2": torch.uint8,
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
@@ -64,6 +64,25 @@ def as_torch(tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 def stored_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """A tensor of a checkpoint, in the dtype that its file gives it."""
     return as_torch(checkpoint.tensor(name), STORED.get(checkpoint.tensors[name].dtype))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of powers of two (e8m0), as parameters have them; other tensors as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype == getattr(torch, "float8_e8m0fnu", None) else tensor
+
+
+def stored_exponents(scales: torch.Tensor, output_scale: torch.Tensor) -> torch.Tensor:
+    """The block scales of MXFP4 as a checkpoint has them, e8m0 bytes, from the prepared ones.
+
+    Groups of zeros whose exponent lies too far from those of their row have 0.
+
+    Args:
+        scales: e4m3 powers of two [..., rows, groups], or their bytes.
+        output_scale: of rows, powers of two.
+    """
+    values = scales.view(torch.float8_e4m3fn).float()
+    exponents = values.frexp().exponent + output_scale.frexp().exponent[..., None] + (127 - 2)
+    return torch.where(values == 0, torch.zeros_like(exponents), exponents).to(torch.uint8)
 
 
 def prepared_tensors(layer: Layer) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from moqext import ParamSpec
-from moqext_torch.exchange import NAMED
+from moqext_torch.exchange import NAMED, as_bytes
 from moqext_torch.sharing import HOLDERS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -282,6 +282,7 @@ class PreparedModule(torch.nn.Module):
         spec = self._specs[role]
         if tuple(tensor.shape) != spec.shape:
             raise ValueError(f"{role}: expected shape {list(spec.shape)}, got {list(tensor.shape)}")
+        tensor = as_bytes(tensor) if spec.dtype == "float8_e8m0fnu" else tensor
         self._refuse_dtype(role, tensor)
         return tensor.view(NAMED[spec.dtype])
 

@@ -20,7 +20,7 @@ from moqext import (
 from moqext.algorithms import ALGORITHMS
 from moqext.ops import unpack_nvfp4, unswizzle_block_scales
 from moqext.ops.spelling import Compute
-from moqext_torch.exchange import NAMED, stored_tensor
+from moqext_torch.exchange import NAMED, stored_exponents, stored_tensor
 from moqext_torch.op import NO_GRADIENT, ROLES, find_method, is_plain_call
 from moqext_torch.prepared import DTYPES, PreparedModule, as_carrier
 
@@ -41,7 +41,8 @@ class QuantLinear(PreparedModule):
             `load_state_dict` adds them by itself.
 
     The tensors of a layer [N, K] are those of the checkpoint: `weight`, float8_e4m3fn [N, K] or uint8
-    [N, K / 2] with two values of NVFP4 in a byte; `weight_scale`, float32, or e4m3 [N, K / group_size];
+    [N, K / 2] with two values of NVFP4 in a byte; `weight_scale`, float32, or e4m3 [N, K / group_size],
+    of MXFP4 uint8;
     `weight_scale_2`, `input_scale`, `pre_quant_scale`, float32; `bias`. `LinearMethod.checkpoint_params`
     lists them.
 
@@ -263,7 +264,7 @@ class QuantLinear(PreparedModule):
         if self._specs["weight_scale"].dtype == "float32":
             return
         if "weight_scale" in stored:
-            if not self.method.keeps("weight_scale"):
+            if self.compute == "fp4" and not self.method.keeps("weight_scale"):
                 swizzled = stored["weight_scale"]
                 stored["weight_scale"] = unswizzle_block_scales(swizzled, self._specs["weight_scale"].shape)
         elif stored["weight"].dim() == 3:  # packed for CUDA
@@ -275,6 +276,9 @@ class QuantLinear(PreparedModule):
                 f"QuantLinear: {self.quant_algo} prepared with compute={self.compute!r} on the CPU has the "
                 "checkpoint's tensors no more; prepare with compute='exact', or load the checkpoint again"
             )
+        if self._specs["weight_scale"].dtype == "float8_e8m0fnu":
+            factors = self._prepared["output_scale"]
+            stored["weight_scale"] = stored_exponents(stored["weight_scale"], factors)
 
     def _checked(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
         if role == "bias":

@@ -14,7 +14,7 @@ from moqext.layers.expert_form import find_forms
 from moqext.ops import unpack_nvfp4, unswizzle_block_scales
 from moqext.ops.spelling import Compute
 from moqext.reader.naming import PROJECTIONS
-from moqext_torch.exchange import NAMED, as_torch
+from moqext_torch.exchange import NAMED, as_torch, stored_exponents
 from moqext_torch.moe_op import CODES, ROLES, Description, find_moe_method
 from moqext_torch.op import NO_GRADIENT, is_plain_call
 from moqext_torch.prepared import PreparedModule, as_carrier
@@ -302,6 +302,9 @@ class QuantMoE(PreparedModule):
             size = (shape[0], shape[1] // halves, shape[2])
             rows = [unswizzle_block_scales(part.contiguous(), size) for part in parts]
             stored[scales] = torch.cat([as_carrier(part) for part in rows], 1).view(stored[scales].dtype)
+        if self._specs[scales].dtype == "float8_e8m0fnu":
+            factors = self._prepared[scales.replace("weight_scale", "output_scale")]
+            stored[scales] = stored_exponents(stored[scales], factors)
 
     def _checked(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
         spec = self._specs[role]

@@ -13,6 +13,8 @@ logger = logging.getLogger("vllm.moqext")
 
 SCALES = {"weight_scale": 1e-2, "weight_scale_2": 1e-3, "input_scale": 1e-2, "pre_quant_scale": 1.0}
 """Values of scales: codes times them make weights of some hundredths. Block scales, in E4M3, are 1."""
+POWER = 120
+"""Block scales of MX: 2^-7."""
 SEED = 1234
 
 _said: set[str] = set()
@@ -38,7 +40,8 @@ def make_up(role: str, param: torch.nn.Parameter) -> None:
         logger.info("load_format is dummy: scales are made up as well, and nothing is looked for in files")
     kind = role.removeprefix("w13_").removeprefix("w2_")
     if kind in SCALES:
-        value = SCALES[kind] if param.dtype == torch.float32 else 1.0
+        value = POWER if param.dtype == torch.uint8 else 1.0
+        value = SCALES[kind] if param.dtype == torch.float32 else value
         param.dummy_weight_value = value  # type: ignore[attr-defined]
         param.data.fill_(value)
     elif param.dtype == torch.uint8 and not param.is_meta:

@@ -20,7 +20,7 @@ from vllm.model_executor.parameter import (
 )
 
 from moqext import ParamSpec
-from moqext_torch.exchange import NAMED
+from moqext_torch.exchange import NAMED, as_bytes
 from moqext_vllm.dummies import make_up
 
 _FLOAT_MARK = 0x7FE5A5A5
@@ -81,6 +81,7 @@ def fit_dtype(param: torch.Tensor, loaded: torch.Tensor, name: str) -> torch.Ten
     """
     if param.dtype == torch.uint8 and loaded.dtype == getattr(torch, "float4_e2m1fn_x2", None):
         return loaded.view(torch.uint8)
+    loaded = as_bytes(loaded) if param.dtype == torch.uint8 else loaded
     wide = param.is_floating_point() and param.dtype.itemsize > 1
     if loaded.dtype != param.dtype and not (
         wide and loaded.is_floating_point() and loaded.dtype.itemsize > 1

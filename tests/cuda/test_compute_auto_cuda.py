@@ -55,10 +55,10 @@ def test_it_is_smoothed_first(rng):
         assert torch.equal(auto(x), of[auto.method.compute_for(tokens)](x))
 
 
-@pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4"])
+@pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4", "MXFP4"])
 def test_one_copy_is_prepared_for_both(rng, algo):
     """Tensors prepared for "fp8" are those for "auto"; those for "exact" have no fold_scale."""
-    case = random_case(rng, algo, 1040, [70, 300])
+    case = random_case(rng, algo, 1056, [70, 300])
     auto = OnDevice(case, "bfloat16", "auto").params
     for compute in COMPUTES:
         of = OnDevice(case, "bfloat16", compute).params

@@ -149,9 +149,10 @@ def test_what_is_refused_leaves_both_stacks_as_they_were(rng: Any, algo: str, at
     method = MoEMethod(algo, EXPERTS, HIDDEN, INTERMEDIATE, top_k=2, device="cuda:0")
     out = method.prepare({name: to_cuda(value) for name, value in good.items()})
     before = {name: to_numpy(value).tobytes() for name, value in out.items()}
-    codes = "w2_weight_scale" if "NVFP4" in algo else "w2_weight"
-    scale = "w2_weight_scale_2" if "NVFP4" in algo else "w2_weight_scale"
-    for name, value in ((codes, 0x7F), (scale, np.nan), ("w2_bias", None)):
+    codes = "w2_weight_scale" if "FP4" in algo else "w2_weight"
+    scale = "w2_weight_scale_2" if "FP4" in algo else "w2_weight_scale"
+    faults = {codes: 0xFF, scale: np.nan, "w2_bias": None}
+    for name, value in ((name, faults[name]) for name in faults if name in other):
         stacks = {key: np.array(stack) for key, stack in other.items()}
         if value is None:
             stacks[name] = stacks[name][:, 1:]

@@ -47,8 +47,9 @@ def test_shapes_around_tiles(rng, kernel, dtype, columns, rows):
         check(case, layer, tokens, rng)
 
 
-def test_groups_of_32(rng, dtype):
-    case = random_case(rng, "W4A16_NVFP4", 608, [70, 40], group_size=32)
+@pytest.mark.parametrize("algo", ["W4A16_NVFP4", "MXFP4"])
+def test_groups_of_32(rng, algo, dtype):
+    case = random_case(rng, algo, 608, [70, 40], group_size=32)
     for tokens in (3, 40, 130):
         check(case, OnDevice(case, dtype), tokens, rng)
 

@@ -21,6 +21,7 @@ FORMATS = [
     ("FP8", "exact", FP8),
     ("FP8_PER_CHANNEL_PER_TOKEN", "exact", FP8),
     ("FP8_PB_WO", "exact", FP8),
+    ("MXFP4", "exact", NVFP4),
 ]
 CONFIGS = 5
 """Variants beside the own choice: slices of K, clusters of the second kernel, strips."""

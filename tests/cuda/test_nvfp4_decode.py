@@ -38,14 +38,14 @@ def check(case, layer, x, dtype="bfloat16", bias=None):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("algo", ["NVFP4", "W4A16_NVFP4"])
-def test_every_number_of_tokens(rng, algo, dtype):
+@pytest.mark.parametrize("algo, columns", [("NVFP4", 1040), ("W4A16_NVFP4", 1040), ("MXFP4", 1056)])
+def test_every_number_of_tokens(rng, algo, columns, dtype):
     """Partitions that end within a slab and have scales of their own, K that ends within a block."""
-    case = random_case(rng, algo, 1040, [130, 31, 1])
+    case = random_case(rng, algo, columns, [130, 31, 1])
     layer = OnDevice(case, dtype)
     assert layer.method.backend == NAME
     for tokens in TOKENS:
-        check(case, layer, random_x(rng, (tokens, 1040), dtype), dtype)
+        check(case, layer, random_x(rng, (tokens, columns), dtype), dtype)
 
 
 def test_columns_of_all_lengths(rng):

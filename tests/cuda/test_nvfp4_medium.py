@@ -37,7 +37,9 @@ def check(case, layer, x, dtype, bias=None):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("algo, group", [("NVFP4", 16), ("W4A16_NVFP4", 16), ("W4A16_NVFP4", 32)])
+@pytest.mark.parametrize(
+    "algo, group", [("NVFP4", 16), ("W4A16_NVFP4", 16), ("W4A16_NVFP4", 32), ("MXFP4", 32)]
+)
 def test_tokens_around_the_tiles(rng, algo, group, dtype):
     """Rows that end within a tile and at odd addresses, K that ends within a step, three partitions."""
     case = random_case(rng, algo, 1056, [130, 31, 1], group_size=group)

@@ -1,4 +1,4 @@
-"""NVFP4_AWQ, W4A8_NVFP4_FP8 and groups of 32 on the device, by every kernel that can run them."""
+"""NVFP4_AWQ, W4A8_NVFP4_FP8, MXFP4 and groups of 32 on the device, by every kernel that can run them."""
 
 from typing import Any
 
@@ -106,21 +106,22 @@ def test_smoothing_is_captured(rng: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("compute", ["exact", "fp8"])
 @pytest.mark.parametrize("input_scale", [True, False])
+@pytest.mark.parametrize("algo", ["W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8"])
 def test_fp8_activations_under_a_static_scale(
-    rng: Any, monkeypatch: Any, compute: str, dtype: str, input_scale: bool
+    rng: Any, monkeypatch: Any, algo: str, compute: str, dtype: str, input_scale: bool
 ) -> None:
-    case = random_case(rng, "W4A8_NVFP4_FP8", 544, [130, 31], input_scale=input_scale)
+    case = random_case(rng, algo, 544, [130, 31], input_scale=input_scale)
     check_by_all(rng, monkeypatch, case, dtype, compute)
 
 
 @pytest.mark.parametrize("compute", ["exact", "fp8"])
-@pytest.mark.parametrize("algo", ["NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"])
+@pytest.mark.parametrize("algo", ["NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MXFP4"])
 def test_groups_of_32(rng: Any, monkeypatch: Any, algo: str, compute: str) -> None:
     case = random_case(rng, algo, 1056, [77, 64], group_size=32)
     check_by_all(rng, monkeypatch, case, "bfloat16", compute)
 
 
-@pytest.mark.parametrize("algo", ["NVFP4_AWQ", "W4A8_NVFP4_FP8"])
+@pytest.mark.parametrize("algo", ["NVFP4_AWQ", "W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8"])
 @pytest.mark.parametrize("compute", ["exact", "fp8"])
 def test_prepared_tensors(rng: Any, algo: str, compute: str) -> None:
     case = random_case(rng, algo, 288, [40, 24])

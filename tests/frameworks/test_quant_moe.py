@@ -86,7 +86,7 @@ def test_tensors_are_typed_as_in_the_checkpoint_and_come_back(rng, algo, layout)
             assert state[role].equal(kept), role
     assert {name for name, _ in layer.named_parameters()} == {"w13_weight", "w2_weight"}
     assert not any(parameter.requires_grad for parameter in layer.parameters())
-    assert layer.w13_weight.dtype == (torch.uint8 if "NVFP4" in algo else torch.float8_e4m3fn)
+    assert layer.w13_weight.dtype == (torch.uint8 if "FP4" in algo else torch.float8_e4m3fn)
 
 
 def test_nothing_is_kept_twice(rng):

@@ -15,6 +15,7 @@ ALGOS = (
     "NVFP4_AWQ",
     "W4A16_NVFP4",
     "W4A8_NVFP4_FP8",
+    "MXFP4",
 )
 FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -29,7 +30,8 @@ def tensors_of(case):
     found = {}
     for role, array in case.fused().items():
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if role == ("weight_scale" if "NVFP4" in case.algo else "weight"):
+        small = role == ("weight_scale" if "FP4" in case.algo else "weight")
+        if small and "MXFP4" not in case.algo:
             tensor = tensor.view(torch.float8_e4m3fn)
         if role == "pre_quant_scale":
             tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

@@ -88,6 +88,8 @@ static void tame(moq_tensor *t, int64_t i, const moq_param_spec *want) {
     } else if (t->dtype == MOQ_DT_E4M3) {
         *byte &= is_scale ? 0x7f : 0xff;
         *byte ^= (*byte & 0x7f) == 0x7f;
+    } else if (t->dtype == MOQ_DT_E8M0) {
+        *byte = 120 + *byte % 9; /* 2^-7 to 2 */
     }
 }
 
@@ -187,7 +189,7 @@ static double weight_at(const layer *l, int64_t n, int64_t k) {
     if (spec->checkpoint == MOQ_WEIGHT_E2M1) {
         const double group =
             fuzz_element(scale, (fused_scale ? n : row) * columns + k / spec->group_size);
-        return code * group * factor_of(l, &l->weight_scale_2, n);
+        return code * group * (spec->mx_scales ? 1.0 : factor_of(l, &l->weight_scale_2, n));
     }
     int64_t block = row / MOQ_FP8_BLOCK;
     for (int32_t q = 0; q < p && fused_scale; q++)

@@ -48,15 +48,18 @@ def weight_of(stacks, projection, expert, algo, parts, interleaved, folded):
     codes = own["weight"]
     rows = len(codes)
     part_of_row = np.arange(rows) % parts if interleaved else np.arange(rows) // (rows // parts)
-    if "NVFP4" in algo:
+    if "FP4" in algo:
         nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(rows, -1)
         values = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-        blocks = own["weight_scale"].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        of_blocks = ml_dtypes.float8_e8m0fnu if "MXFP4" in algo else ml_dtypes.float8_e4m3fn
+        blocks = own["weight_scale"].view(of_blocks).astype(np.float64)
         values *= np.repeat(blocks, values.shape[1] // blocks.shape[1], axis=1)
         if folded:
             largest = np.abs(values).max(axis=1, keepdims=True)
             power = np.exp2([[math.ceil(math.log2(row[0] / 448)) if row[0] else 0] for row in largest])
             values = (values / power).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * power
+        if "MXFP4" in algo:
+            return values
         return values * np.reshape(own["weight_scale_2"], parts)[part_of_row][:, None]
     values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     scale = own["weight_scale"].astype(np.float64)
@@ -87,7 +90,7 @@ def treated(x, algo, compute, scale):
             codes = np.clip(group / (block * scale), -6, 6).astype(ml_dtypes.float4_e2m1fn)
             groups.append(codes.astype(np.float64) * float(block) * float(scale))
         return np.concatenate(groups)
-    if algo in ("FP8", "W4A8_NVFP4_FP8"):
+    if algo in ("FP8", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8"):
         return e4m3(x * (np.float32(1) / scale)) * float(scale)
     if algo == "FP8_PB_WO":
         groups = np.split(x, range(128, len(x), 128))
@@ -495,7 +498,7 @@ def test_input_scales_that_are_not_used_may_be_missing(algo, rng):
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({}, {"quant_algo": "MXFP4"}, "quant_algo: expected one of FP8, "),
+        ({}, {"quant_algo": "MXFP8"}, "quant_algo: expected one of FP8, "),
         ({}, {"interleaved": True, "quant_algo": "FP8_PB_WO"}, "interleaved: expected False, blocks of rows"),
         ({}, {"interleaved": True, "gated": False}, "interleaved: expected False, there is no gate"),
         ({}, {"compute": "fp4"}, "compute: fp4 is for"),

@@ -20,6 +20,8 @@ pytestmark = [
 MOQEXT_ALONE = {  # and what vLLM says
     "llama_fp8_pb_wo": "0-dim",
     "llama_w4a8_nvfp4_fp8": "currently only supports",
+    "llama_w4a8_mxfp4_fp8": "currently only supports",
+    "mxfp4": "currently only supports",
     "fp8_pb_real": "currently only supports",
     "fp8_pb_wo_one_block": "divisible by 128, got 64",
     "fp8_pb_wo_unaligned": "divisible by 128, got 144",
@@ -31,7 +33,7 @@ MOQEXT_ALONE = {  # and what vLLM says
 }
 NEITHER = {  # and what both, or first moqext and then vLLM, say
     **dict.fromkeys(
-        ("llama_int4_awq", "llama_int8_sq", "llama_w4a8_awq", "llama_w4a8_mxfp4_fp8", "mxfp4"),
+        ("llama_int4_awq", "llama_int8_sq", "llama_w4a8_awq"),
         ("has no linear method", "currently only supports"),
     ),
     "deepseek_nvfp4": ("e_score_correction_bias|MLA attention on CPU",),

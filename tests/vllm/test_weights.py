@@ -31,7 +31,7 @@ def test_weights_are_what_the_checkpoint_means(errors, name):
             assert error <= (0 if where in ("stored", "w13", "w2") else ROUNDINGS), (layer, where)
 
 
-ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A8_NVFP4_FP8", "NVFP4_AWQ")
+ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A8_NVFP4_FP8", "NVFP4_AWQ", "MXFP4")
 
 
 @pytest.mark.parametrize("algo", ALGOS)
@@ -50,7 +50,8 @@ def test_fused_layers_and_experts_keep_their_own_scales(rng, algo):
 
     def tensor(role, value):
         value = torch.from_numpy(np.ascontiguousarray(value))
-        codes = value.dtype == torch.uint8 and not (role == "weight" and "NVFP4" in algo)
+        codes = value.dtype == torch.uint8 and not (role == "weight" and "FP4" in algo)
+        codes = codes and algo != "MXFP4"
         return value.view(torch.float8_e4m3fn) if codes else value
 
     def fuse(role, values):

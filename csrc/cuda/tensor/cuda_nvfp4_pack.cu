@@ -348,7 +348,8 @@ static __device__ __forceinline__ void write_factor(const pack_args &p, int64_t 
     if (row >= p.of.rows || !p.of.output_scale)
         return;
     int64_t at = blockIdx.y * p.of.rows + row;
-    p.of.output_scale[at] = factor_of(p, p.source[find_place(p, row).index]);
+    float factor = factor_of(p, p.source[find_place(p, row).index]);
+    p.of.output_scale[at] = p.of.row_factor ? factor * p.of.row_factor[at] : factor;
     if (!p.of.fold_scale)
         return;
     uint32_t bits = __float_as_uint(__fdiv_rn(largest, 448.0f));

@@ -32,8 +32,9 @@ typedef struct {
     const moq_pack_source *source; /* [source_count] on the host: their rows follow each other */
     int32_t factor_step;           /* values of factor_at from expert to expert */
     bool checked;                  /* the factors have been checked and reported */
+    const float *row_factor;       /* [experts, rows], multiplies the factors of sources; or NULL */
     uint8_t *out;        /* units of all experts, at an address that is a multiple of 16 */
-    float *output_scale; /* [experts, rows]: the factor of the row's source; or NULL */
+    float *output_scale; /* [experts, rows]: the factor of the row; or NULL */
     float *fold_scale;   /* [experts, rows], as moq_weight_folds has it; or NULL */
     /* Findings for bad scales of groups and bad factors; with one of them nothing is written. NULL:
      * no check. */
