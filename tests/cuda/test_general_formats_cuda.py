@@ -16,22 +16,61 @@ pytestmark = pytest.mark.gpu
 COMPUTES = [(algo, "exact") for algo in GENERAL] + [("MXFP8", "fp8")]
 
 
+@pytest.mark.parametrize("kernel", ["simt", "sm80_general"])
 @each("dtype", ["bfloat16", "float16", "float32"])
-@each("algo, compute", COMPUTES)
-def test_matches_reference(rng: Any, algo: str, compute: str, dtype: str) -> None:
-    case = random_case(rng, algo, 640, [34, 130, 8])
-    method = case.method(dtype=dtype, compute=compute, device="cuda:0")
+@each("algo", GENERAL)
+def test_matches_reference(rng: Any, monkeypatch: Any, kernel: str, algo: str, dtype: str) -> None:
+    if (kernel, dtype) == ("sm80_general", "float32"):
+        return  # multiplies 16-bit numbers
+    monkeypatch.setenv("MOQEXT_KERNEL", f"cuda:{kernel}")
+    for input_scale in (True, False):
+        case = random_case(rng, algo, 640, [34, 130, 8], input_scale=input_scale)
+        method = case.method(dtype=dtype, device="cuda:0")
+        params = method.prepare(params_to_cuda(case.listed()))
+        bias = rng.standard_normal(172).astype(np.float32)
+        for tokens in (1, 8, 13, 30, 37, 300):
+            x = random_x(rng, (tokens, 640), dtype)
+            out = poisoned(tokens, 172, dtype=dtype)
+            assert method(to_cuda(x, dtype), params, to_cuda(bias), out) is out
+            values = reference.as_float32(x)
+            assert_close(to_numpy(out), case.expected(values, bias=bias, x_dtype=dtype), dtype)
+
+
+@each("dtype", ["bfloat16", "float16"])
+@each("algo", GENERAL)
+def test_large_tiles(rng: Any, monkeypatch: Any, algo: str, dtype: str) -> None:
+    """Enough tiles of 128 rows and 64 tokens for every multiprocessor, ragged in all directions."""
+    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:sm80_general")
+    case = random_case(rng, algo, 384, [1040, 34])
+    method = case.method(dtype=dtype, device="cuda:0")
     params = method.prepare(params_to_cuda(case.listed()))
-    for tokens in (1, 8, 37, 300):
+    x = random_x(rng, (1101, 384), dtype)
+    y = method(to_cuda(x, dtype), params)
+    assert_close(to_numpy(y), case.expected(reference.as_float32(x), x_dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("columns", [16, 48, 80, 1040])
+def test_columns_that_fill_no_step(rng: Any, monkeypatch: Any, columns: int) -> None:
+    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:sm80_general")
+    case = random_case(rng, "W8A16", columns, [24])
+    method = case.method(device="cuda:0")
+    params = method.prepare(params_to_cuda(case.listed()))
+    for tokens in (3, 70):
+        x = random_x(rng, (tokens, columns), "bfloat16")
+        y = method(to_cuda(x, "bfloat16"), params)
+        assert_close(to_numpy(y), case.expected(reference.as_float32(x)), "bfloat16")
+
+
+@each("dtype", ["bfloat16", "float16"])
+def test_mxfp8_as_fp8_is_a_linear_of_fp8(rng: Any, dtype: str) -> None:
+    case = random_case(rng, "MXFP8", 640, [34, 130, 8])
+    method = case.method(dtype=dtype, compute="fp8", device="cuda:0")
+    params = method.prepare(params_to_cuda(case.listed()))
+    for tokens in (1, 37, 300):
         x = random_x(rng, (tokens, 640), dtype)
-        out = poisoned(tokens, 172, dtype=dtype)
-        assert method(to_cuda(x, dtype), params, None, out) is out
-        expected = case.expected(reference.as_float32(x), compute, x_dtype=dtype)
-        if compute == "fp8":  # on tensor cores that keep 14 bits of sums
-            y = reference.as_float32(to_numpy(out)).astype(np.float64)
-            assert np.linalg.norm(y - expected) <= 5e-3 * np.linalg.norm(expected)
-        else:
-            assert_close(to_numpy(out), expected, dtype)
+        y = reference.as_float32(to_numpy(method(to_cuda(x, dtype), params))).astype(np.float64)
+        expected = case.expected(reference.as_float32(x), "fp8")
+        assert np.linalg.norm(y - expected) <= 5e-3 * np.linalg.norm(expected)
 
 
 @each("algo, compute", COMPUTES)

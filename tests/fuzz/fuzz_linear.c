@@ -52,9 +52,9 @@ static moq_status resolve(fuzz_input *in, layer *l, moq_err *err) {
                                         "MIXED_PRECISION",
                                         "W4A8_NVFP4_FP8",
                                         "NVFP4_AWQ",
-                                        "FP8_PER_CHANNEL_PER_TOKEN",
-                                        "FP8_PB_WO",
-                                        "FP8",
+                                        "MXFP8",
+                                        "W8A8_SQ_PER_CHANNEL",
+                                        "W4A16_AWQ",
                                         "none"};
     static const char *const COMPUTES[] = {"exact", "exact", "exact", "fp8",
                                            "fp4",   "fp8",   "fp4",   ""};
@@ -113,7 +113,9 @@ static void make_source(fuzz_input *in, layer *l, const moq_param_spec *want, so
             damage == 2 ? (moq_dtype)fuzz_range(in, 1, MOQ_DT_COUNT - 1) : want->dtype;
         int64_t shape[2] = {want->shape[0], want->shape[1]};
         const int64_t own = p < spec->partition_count ? spec->partition[p] : 1;
-        if (split)
+        if (split && want->shape[0] * 2 == spec->out_features)
+            shape[0] = own / 2;
+        else if (split)
             shape[0] = rows ? own : want->ndim == 2 ? (own + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK : 1;
         if (damage == 3) {
             const int64_t axis = fuzz_range(in, 0, want->ndim - 1);
@@ -174,6 +176,18 @@ static double factor_of(const layer *l, const source_set *s, int64_t n) {
     return fuzz_element(t, fused && moq_tensor_numel(t) > 1 ? p : 0);
 }
 
+/* Code (n, k) of a weight, of which int4 has two rows in one. */
+static double code_at(const moq_linear_spec *spec, const moq_tensor *weight, int64_t n, int64_t k) {
+    if (spec->checkpoint == MOQ_WEIGHT_INT4_GROUP) {
+        const uint8_t *bytes = weight->data;
+        const int pair = bytes[fuzz_offset(weight, n / 2 * spec->in_features + k)];
+        return ((pair >> (n % 2 * 4) & 15) ^ 8) - 8;
+    }
+    if (spec->checkpoint == MOQ_WEIGHT_INT8_ROW)
+        return ((const int8_t *)weight->data)[fuzz_offset(weight, n * spec->in_features + k)];
+    return fuzz_element(weight, n * spec->in_features + k);
+}
+
 /* Weight (n, k) as codes and scales of the checkpoint say. */
 static double weight_at(const layer *l, int64_t n, int64_t k) {
     int64_t row;
@@ -183,13 +197,14 @@ static double weight_at(const layer *l, int64_t n, int64_t k) {
     const moq_tensor *weight = &l->weight.view[fused ? 0 : p];
     const moq_tensor *scale = &l->weight_scale.view[fused_scale ? 0 : p];
     const int64_t columns = moq_linear_scale_columns(spec);
-    const double code = fuzz_element(weight, (fused ? n : row) * spec->in_features + k);
-    if (spec->checkpoint == MOQ_WEIGHT_E4M3_ROW)
+    const double code = code_at(spec, weight, fused ? n : row, k);
+    if (spec->checkpoint == MOQ_WEIGHT_E4M3_ROW || spec->checkpoint == MOQ_WEIGHT_INT8_ROW)
         return code * factor_of(l, &l->weight_scale, n);
-    if (spec->checkpoint == MOQ_WEIGHT_E2M1) {
+    if (spec->checkpoint != MOQ_WEIGHT_E4M3_BLOCK) {
         const double group =
             fuzz_element(scale, (fused_scale ? n : row) * columns + k / spec->group_size);
-        return code * group * (spec->mx_scales ? 1.0 : factor_of(l, &l->weight_scale_2, n));
+        const bool second = spec->checkpoint == MOQ_WEIGHT_E2M1 && !spec->mx_scales;
+        return code * group * (second ? factor_of(l, &l->weight_scale_2, n) : 1.0);
     }
     int64_t block = row / MOQ_FP8_BLOCK;
     for (int32_t q = 0; q < p && fused_scale; q++)

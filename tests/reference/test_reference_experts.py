@@ -498,7 +498,7 @@ def test_input_scales_that_are_not_used_may_be_missing(algo, rng):
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({}, {"quant_algo": "MXFP8"}, "quant_algo: expected one of FP8, "),
+        ({}, {"quant_algo": "NVFP4_SVD"}, "quant_algo: expected one of FP8, "),
         ({}, {"interleaved": True, "quant_algo": "FP8_PB_WO"}, "interleaved: expected False, blocks of rows"),
         ({}, {"interleaved": True, "gated": False}, "interleaved: expected False, there is no gate"),
         ({}, {"compute": "fp4"}, "compute: fp4 is for"),

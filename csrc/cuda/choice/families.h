@@ -14,6 +14,7 @@
     X(SM80_FP8)                                                                                    \
     X(SM90_FP8_PREFILL)                                                                            \
     X(SM90_NVFP4_DECODE)                                                                           \
+    X(SM80_GENERAL)                                                                                \
     X(SM80_NVFP4)                                                                                  \
     X(SM90_NVFP4_MEDIUM)                                                                           \
     X(SM90_NVFP4_PREFILL)                                                                          \

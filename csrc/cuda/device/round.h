@@ -21,6 +21,12 @@ static __device__ __forceinline__ float round_to_format(float value, int fractio
     return copysignf(__fsub_rn(__fadd_rn(magnitude, grid), grid), value);
 }
 
+/* Rounds to the values of int8 codes; NaN stays. */
+static __device__ __forceinline__ float round_int8(float value) {
+    float rounded = rintf(value);
+    return rounded > 127.0f ? 127.0f : rounded < -128.0f ? -128.0f : rounded;
+}
+
 static __device__ __forceinline__ float round_e4m3(float value) {
     return round_to_format(value, 3, -6, MOQ_E4M3_MAX);
 }

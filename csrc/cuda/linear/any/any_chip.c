@@ -89,6 +89,48 @@ const moq_linear_kernel MOQ_LINEAR_SM80_FP8 = {
     .run = moq_cuda_mma_fp8_as_f16,
 };
 
+/* ---- weights that only general kernels read, x and y of 16 bits ---- */
+
+MOQ_ENTRY moq_status moq_cuda_mma_general(const moq_linear_call *call, moq_err *err);
+MOQ_ENTRY int64_t moq_cuda_mma_general_workspace(const moq_linear_call *call);
+
+/* Rates of sm80_nvfp4, which has the same products, until its own are measured. */
+static const moq_rates SM80_GENERAL_RATES[] = {MOQ_RATES_SM80_NVFP4};
+
+static bool work_general(const moq_problem *p, int config, moq_load *w) {
+    (void)config;
+    return count(p, 1, 8, w);
+}
+
+static const moq_configs SM80_GENERAL = {
+    .configs = 1, .any_chip = true, .rates = SM80_GENERAL_RATES, .work = work_general};
+
+static bool can_run_general(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    (void)m;
+    if (!moq_has_capability(spec, 80, reason, size) || !moq_has_int_rows(spec, reason, size) ||
+        !moq_is_multiple_of_16("in_features", spec->in_features, reason, size))
+        return false;
+    if (!moq_layout_is_general(spec->weight))
+        snprintf(reason, size,
+                 "multiplies MXFP8, int8 and int4 weights, %s with compute %s has others",
+                 spec->algo, moq_compute_name(spec->compute));
+    else if (spec->dtype == MOQ_DT_F32)
+        snprintf(reason, size, "multiplies 16-bit activations, the layer has float32");
+    else if (spec->weight == MOQ_WEIGHT_INT4_GROUP && spec->group_size % 32 != 0)
+        snprintf(reason, size, "needs groups of a multiple of 32 columns, got %d",
+                 (int)spec->group_size);
+    else
+        return true;
+    return false;
+}
+
+const moq_linear_kernel MOQ_LINEAR_SM80_GENERAL = {
+    {"cuda", "sm80_general", .configs = &SM80_GENERAL},
+    can_run_general,
+    .workspace = moq_cuda_mma_general_workspace,
+    .run = moq_cuda_mma_general,
+};
+
 /* ---- packed NVFP4 weights, exact, x and y of 16 bits ---- */
 
 MOQ_ENTRY moq_status moq_cuda_mma_nvfp4(const moq_linear_call *call, moq_err *err);

@@ -85,12 +85,6 @@ static __device__ __forceinline__ float tensor_scale(const simt_args *a, const s
     return scale == 0.0f ? 1.0f : scale;
 }
 
-/* Rounds to the values of int8 codes; NaN stays. */
-static __device__ __forceinline__ float round_int8(float value) {
-    float rounded = rintf(value);
-    return rounded > 127.0f ? 127.0f : rounded < -128.0f ? -128.0f : rounded;
-}
-
 /* Rounds a lane's values to what their codes mean, without the scale of the row. By groups, the
  * lanes of a group get its scale in *scale. */
 template <int MODE>
