@@ -47,14 +47,14 @@ def measured(configs: Any, *arguments: str, timer: Any = in_time, until: float =
 @pytest.mark.parametrize(
     ("layer", "kernel", "count"),
     [
-        ("FP8", "sm90_fp8_prefill", 19),
-        ("FP8_PB_WO", "sm90_fp8_prefill", 15),
+        ("FP8", "sm90_fp8_prefill", 17),
+        ("FP8_PB_WO", "sm90_fp8_prefill", 14),
         ("FP8_PB_WO", "cublaslt", 1),
         ("FP8_PER_CHANNEL_PER_TOKEN", "cublaslt", 2),
         ("NVFP4", "sm90_nvfp4_decode", 7),
-        ("NVFP4", "sm90_nvfp4_medium", 35),
+        ("NVFP4", "sm90_nvfp4_medium", 28),
         ("NVFP4", "sm90_nvfp4_prefill", 4),
-        ("NVFP4,fp8", "sm90_nvfp4_fp8_medium", 30),
+        ("NVFP4,fp8", "sm90_nvfp4_fp8_medium", 19),
         ("NVFP4,fp8", "sm90_nvfp4_fp8_prefill", 6),
     ],
 )

@@ -23,7 +23,7 @@ from .cases import (  # noqa: E402
 )
 
 NAME = "cuda:sm90_fp8_prefill"
-VARIANTS = 20
+VARIANTS = 18
 ALGOS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"]
 
 

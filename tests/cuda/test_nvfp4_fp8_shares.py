@@ -23,7 +23,7 @@ MANY = "cuda:sm90_nvfp4_fp8_prefill"
 FEW = "cuda:sm90_nvfp4_fp8_medium"
 SHARED = [
     *((MANY, variant) for variant in range(4, 7)),
-    *((FEW, variant) for variant in (22, 23, 24, 29, 30, 31, 36, 37, 41)),
+    *((FEW, variant) for variant in (14, 15, 19, 20, 24, 25)),
 ]
 """Kernels, and their variants whose blocks share the steps of tiles evenly."""
 

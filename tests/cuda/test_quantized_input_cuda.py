@@ -97,7 +97,7 @@ def test_every_variant(rng, monkeypatch):
     for tokens in (31, 64, 100, 260, 600):
         x, codes = layer.draw(rng, tokens)
         expected = layer.case.expected(reference.as_float32(x))
-        for variant in range(20):
+        for variant in range(18):
             layer.method._plan.keep(tokens, kernel, variant)
             out = poisoned(tokens, 300, dtype="bfloat16")
             layer.method(codes, layer.params, out=out)

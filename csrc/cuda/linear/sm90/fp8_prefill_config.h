@@ -27,7 +27,6 @@ typedef enum { MOQ_WEIGHTS_FIRST, MOQ_TOKENS_FIRST } moq_orientation;
     X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_SPLIT_K_WARPGROUPS, false)                                     \
     X(MOQ_WEIGHTS_FIRST, 64, 2, MOQ_SHARE_TOKENS, false)                                           \
     X(MOQ_WEIGHTS_FIRST, 128, 1, MOQ_SPLIT_K, false)                                               \
-    X(MOQ_WEIGHTS_FIRST, 128, 1, MOQ_SHARE_WEIGHTS, false)                                         \
     X(MOQ_WEIGHTS_FIRST, 128, 1, MOQ_SHARE_TOKENS, false)                                          \
     X(MOQ_TOKENS_FIRST, 128, 1, MOQ_SPLIT_K, false)                                                \
     X(MOQ_TOKENS_FIRST, 128, 1, MOQ_SHARE_WEIGHTS, false)                                          \
@@ -35,8 +34,7 @@ typedef enum { MOQ_WEIGHTS_FIRST, MOQ_TOKENS_FIRST } moq_orientation;
     X(MOQ_TOKENS_FIRST, 128, 2, MOQ_SHARE_TOKENS, false)                                           \
     X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_SPLIT_K, true)                                                 \
     X(MOQ_WEIGHTS_FIRST, 32, 1, MOQ_SPLIT_K_WARPGROUPS, true)                                      \
-    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_SPLIT_K, true)                                                 \
-    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_SPLIT_K_WARPGROUPS, true)
+    X(MOQ_WEIGHTS_FIRST, 64, 1, MOQ_SPLIT_K, true)
 
 /* Rows of the operand that gives them, of a block. */
 #define MOQ_FP8_PREFILL_ROWS(waves, share)                                                         \

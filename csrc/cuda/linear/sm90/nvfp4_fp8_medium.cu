@@ -31,16 +31,14 @@ template <int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K> struct folded_tile
     static constexpr int T = T_, WAVES = 1, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
     static constexpr bool split_k = SPLIT_K, pair = false;
     static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
-    /* Token halves that are multiplied one after the other, and a thread's sums of one. */
-    static constexpr int splits_of_tokens = T == 256 ? 2 : 1, sums = T / 2 / splits_of_tokens;
     static constexpr bool uneven = consumers >= 384 || T >= 128;
     static constexpr int registers = consumers == 512   ? 112
                                      : T < 128          ? 152
                                      : consumers == 384 ? 160
                                                         : 232;
-    static constexpr int copier_registers = consumers >= 384 ? 32 : T >= 128 ? 40 : 56;
+    static constexpr int copier_registers = consumers >= 384 ? 32 : 40;
     /* Codes are loaded before the previous unit is folded, where registers allow. */
-    static constexpr bool ahead = T < 128 || (T == 128 && consumers < 384);
+    static constexpr bool ahead = T < 128 || consumers < 384;
     static constexpr int copier = consumers, token_arrivals = 1;
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
@@ -85,13 +83,12 @@ static __device__ __forceinline__ void fold(const packed_unit *u, operand_unit *
     moq_fold_codes(u->codes, u->scales, o->part);
 }
 
-/* Multiplies a unit by as many tokens as c has sums of, half `part` of them: c = products for unit
- * 0, c += products for unit 1. */
+/* Multiplies a unit by all tokens: c = products for unit 0, c += products for unit 1. */
 template <class S>
 static __device__ __forceinline__ void multiply_unit(const consumer_pipeline *t,
-                                                     const stage_place *s, int unit, int part,
-                                                     const operand_unit *o, float (&c)[S::sums]) {
-    uint64_t x = t->tokens + s->at / 16 + (uint32_t)(part * (S::sums * 2 * STEP / 16) + unit * 4);
+                                                     const stage_place *s, int unit,
+                                                     const operand_unit *o, float (&c)[S::T / 2]) {
+    uint64_t x = t->tokens + s->at / 16 + (uint32_t)(unit * 4);
     wgmma_fence();
     wgmma_e4m3(c, o->part[0], x, unit);
     wgmma_e4m3(c, o->part[1], x + 2, 1);
@@ -105,26 +102,25 @@ static __device__ __forceinline__ void give_up_unit(operand_unit *o) {
         asm volatile("" : "+r"(o->part[i / 4][i % 4])::"memory");
 }
 
-/* Adds finished products of half `part` of the tokens to the sums. */
+/* Adds finished products to the sums. */
 template <class S>
-static __device__ __forceinline__ void promote(float (&c)[S::sums], int part,
-                                               float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void promote(float (&c)[S::T / 2], float (&sum)[S::T / 2]) {
     stay_here(c);
 #pragma unroll
-    for (int i = 0; i < S::sums; i++)
-        sum[part * S::sums + i] += c[i];
+    for (int i = 0; i < S::T / 2; i++)
+        sum[i] += c[i];
 }
 
 /* Adds `steps` steps of this warpgroup from `s` on to the sums. While a unit is multiplied, the
  * next is folded. Tensor cores keep about 14 bits of their sums, which are added to float32 sums
- * every step, of 256 tokens by halves. */
+ * every step. */
 template <class S>
 static __device__ __forceinline__ void multiply_folded(const consumer_pipeline *t, uint32_t folds,
                                                        int steps, stage_place *s,
                                                        float (&sum)[S::T / 2]) {
     operand_unit even, odd;
     packed_unit first, second;
-    float c[S::sums];
+    float c[S::T / 2];
     scale_places p = find_scale_places(t);
     if (steps <= 0)
         return;
@@ -138,7 +134,7 @@ static __device__ __forceinline__ void multiply_folded(const consumer_pipeline *
     for (int left = steps; left > 0; left--) {
         stage_place now = *s;
         mbarrier_wait(t->barriers.tokens + now.barriers, now.parity);
-        multiply_unit<S>(t, &now, 0, 0, &even, c);
+        multiply_unit<S>(t, &now, 0, &even, c);
         advance_own<S>(s, t->stages);
         if (left > 1) {
             mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
@@ -149,13 +145,7 @@ static __device__ __forceinline__ void multiply_folded(const consumer_pipeline *
         if (!S::ahead)
             second = load_unit(t, &now, &p, 1);
         fold(&second, &odd);
-        multiply_unit<S>(t, &now, 1, 0, &odd, c);
-        if (S::splits_of_tokens == 2) {
-            wgmma_wait<0>();
-            promote<S>(c, 0, sum);
-            multiply_unit<S>(t, &now, 0, 1, &even, c);
-            multiply_unit<S>(t, &now, 1, 1, &odd, c);
-        }
+        multiply_unit<S>(t, &now, 1, &odd, c);
         if (S::ahead && left > 1)
             second = load_unit(t, s, &p, 1);
         wgmma_wait<1>();
@@ -168,7 +158,7 @@ static __device__ __forceinline__ void multiply_folded(const consumer_pipeline *
         wgmma_wait<0>();
         give_up_unit(&odd);
         release<S>(t, &now);
-        promote<S>(c, S::splits_of_tokens - 1, sum);
+        promote<S>(c, sum);
         stay_here(sum);
     }
 }

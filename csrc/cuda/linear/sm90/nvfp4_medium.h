@@ -324,35 +324,31 @@ static __device__ __forceinline__ void store_partial_sums(const gemm_args *a,
 template <class S>
 static __device__ __forceinline__ void add_partial_sums(const gemm_args *a, const work *w,
                                                         float (&sum)[S::T / 2]) {
-    constexpr int PIECE = S::T / 8 < 16 ? S::T / 8 : 16;   /* eights of tokens at once */
+    constexpr int EIGHTS = S::T / 8;                       /* of tokens */
     constexpr int AT_ONCE = 64 / S::T > 1 ? 64 / S::T : 1; /* blocks at once */
     int block = (int)blockIdx.x, others = same_in_warp(earlier_workers(a, w, block));
     for (int i = threadIdx.x % 32; i < others; i += 32)
         await_sums(flag_of(a, block - i - 1, S::consumers / 32));
     __syncwarp();
     for (int first = 1; first <= others; first += AT_ONCE) {
+        float4 other[AT_ONCE][EIGHTS];
 #pragma unroll
-        for (int begin = 0; begin < S::T / 8; begin += PIECE) {
-            float4 other[AT_ONCE][PIECE];
+        for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
+            for (int j = 0; j < EIGHTS; j++) {
+                other[i][j] = make_float4(0, 0, 0, 0);
+                if (first + i <= others)
+                    other[i][j] = __ldcg(sums_of<S>(a, block - first - i) + j * S::consumers);
+            }
 #pragma unroll
-                for (int j = 0; j < PIECE; j++) {
-                    other[i][j] = make_float4(0, 0, 0, 0);
-                    if (first + i <= others)
-                        other[i][j] =
-                            __ldcg(sums_of<S>(a, block - first - i) + (begin + j) * S::consumers);
-                }
+        for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-                for (int j = 0; j < PIECE; j++) {
-                    sum[4 * (begin + j)] += other[i][j].x;
-                    sum[4 * (begin + j) + 1] += other[i][j].y;
-                    sum[4 * (begin + j) + 2] += other[i][j].z;
-                    sum[4 * (begin + j) + 3] += other[i][j].w;
-                }
-        }
+            for (int j = 0; j < EIGHTS; j++) {
+                sum[4 * j] += other[i][j].x;
+                sum[4 * j + 1] += other[i][j].y;
+                sum[4 * j + 2] += other[i][j].z;
+                sum[4 * j + 3] += other[i][j].w;
+            }
     }
 }
 

@@ -29,23 +29,17 @@ extern "C" {
 #define MOQ_NVFP4_MEDIUM_SHAPES(X)                                                                 \
     X(16, 3, 1, false, false)                                                                      \
     X(16, 4, 1, false, true)                                                                       \
-    X(16, 2, 1, true, false)                                                                       \
     X(16, 3, 1, true, false)                                                                       \
     X(16, 2, 2, true, false)                                                                       \
     X(16, 1, 2, true, false)                                                                       \
-    X(32, 2, 1, false, false)                                                                      \
     X(32, 4, 1, false, true)                                                                       \
     X(32, 3, 1, false, false)                                                                      \
     X(32, 3, 1, true, false)                                                                       \
-    X(32, 4, 1, true, false)                                                                       \
     X(32, 2, 2, true, false)                                                                       \
     X(32, 1, 2, true, false)                                                                       \
-    X(64, 2, 1, false, false)                                                                      \
     X(64, 4, 1, false, true)                                                                       \
     X(64, 3, 1, false, true)                                                                       \
-    X(64, 2, 1, true, false)                                                                       \
     X(64, 3, 1, true, false)                                                                       \
-    X(64, 4, 1, true, false)                                                                       \
     X(64, 2, 2, true, false)                                                                       \
     X(64, 1, 2, true, false)                                                                       \
     X(128, 2, 1, false, true)                                                                      \
@@ -53,32 +47,23 @@ extern "C" {
     X(128, 3, 1, false, true)                                                                      \
     X(128, 2, 1, true, false)                                                                      \
     X(128, 3, 1, true, false)                                                                      \
-    X(128, 4, 1, true, false)                                                                      \
-    X(128, 2, 2, true, false)
+    X(128, 4, 1, true, false)
 
 /* The shapes of tiles of FP8 products, told by the same numbers. */
 #define MOQ_NVFP4_FP8_MEDIUM_SHAPES(X)                                                             \
-    X(32, 2, 1, false, true)                                                                       \
     X(32, 3, 1, false, true)                                                                       \
     X(32, 4, 1, false, true)                                                                       \
-    X(32, 2, 1, true, false)                                                                       \
     X(32, 3, 1, true, false)                                                                       \
     X(32, 1, 2, true, false)                                                                       \
     X(32, 2, 2, true, false)                                                                       \
-    X(64, 2, 1, false, true)                                                                       \
     X(64, 3, 1, false, true)                                                                       \
     X(64, 4, 1, false, true)                                                                       \
-    X(64, 2, 1, true, false)                                                                       \
     X(64, 3, 1, true, false)                                                                       \
     X(64, 1, 2, true, false)                                                                       \
     X(64, 2, 2, true, false)                                                                       \
     X(128, 2, 1, false, true)                                                                      \
     X(128, 3, 1, false, true)                                                                      \
-    X(128, 2, 1, true, false)                                                                      \
-    X(128, 3, 1, true, false)                                                                      \
-    X(128, 1, 2, true, false)                                                                      \
-    X(256, 2, 1, false, true)                                                                      \
-    X(256, 2, 1, true, false)
+    X(128, 1, 2, true, false)
 
 /* A shape of tiles. */
 typedef struct {
