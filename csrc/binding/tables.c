@@ -9,7 +9,8 @@ static const char *const CODES[] = {NULL, "e4m3", "e2m1", "int4", "int8"};
 static const char *const SCALES[] = {"tensor", "rows", "blocks", "groups"};
 static const char *const SECOND[] = {NULL, "factor", "parts", "unused"};
 static const char *const INPUT_SCALE[] = {NULL, "optional", "expected"};
-static const char *const INPUT[] = {"as_is", "e4m3_tensor", "e4m3_token", "e4m3_group", "nvfp4", "int8"};
+static const char *const INPUT[] = {"as_is",      "e4m3_tensor", "e4m3_token",
+                                    "e4m3_group", "nvfp4",       "int8"};
 
 /* Texts up to the first NULL, `most` at most. */
 static PyObject *texts_to_python(const char *const *texts, int most) {

@@ -29,8 +29,8 @@ int64_t moq_cpu_find_bad_block_scale(const uint8_t *scales, int64_t count);
 float moq_cpu_fold_e2m1_row(const uint8_t *codes, const uint8_t *scales, int64_t columns,
                             int32_t group, uint8_t *out);
 
-/* One row of MXFP8 as e4m3, likewise with v[k] = e4m3[k] * 2^(scale[k / group] - 127): only codes
- * that become subnormal are rounded. */
+/* One row of MXFP8 as e4m3, by the same r of v[k] = e4m3[k] * 2^(scale[k / group] - 127). Only
+ * codes that become subnormal are rounded. */
 float moq_cpu_fold_mx_row(const uint8_t *codes, const uint8_t *scales, int64_t columns,
                           int32_t group, uint8_t *out);
 

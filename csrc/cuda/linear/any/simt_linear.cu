@@ -1,11 +1,11 @@
 /* Linear of every shape, weight and chip: y[m, n] = round(fx[m] fw[n] sum_k X[m, k] W[n, k] +
  * bias[n]), on plain CUDA cores with float32 sums.
  *
- * W is e4m3 [N, K], with scales of rows, blocks or groups, int8 [N, K], int4 in pairs of rows, e2m1
- * [N, K / 2] with swizzled block scales, or units of core/nvfp4_packed.h, whose scales are folded
- * into e4m3 if the layer asks for it. X is rows of x, quantized here as the
- * layer prescribes (cpu/cpu_quantize.h has the formulas), or as they are. This kernel runs if no
- * kernel of a chip does, and other kernels are compared with it on the device.
+ * W is one of: e4m3 [N, K] with scales of rows, blocks or groups; int8 [N, K]; int4 in pairs of
+ * rows; e2m1 [N, K / 2] with swizzled block scales; units of core/nvfp4_packed.h. Scales of groups
+ * are folded into e4m3 if the layer asks for it. X is rows of x, quantized here as the layer
+ * prescribes (cpu/cpu_quantize.h has the formulas), or as they are. This kernel runs if no kernel
+ * of a chip does, and other kernels are compared with it on the device.
  *
  * - A block has TOKENS rows of x, and ROWS rows of W for each of its warps. It goes through K in
  *   steps of 512 columns, 16 of them a lane's: a block scale of NVFP4 belongs to one lane, and one
