@@ -39,7 +39,9 @@ from benchmarks.moe_layers import MODELS, UNIFORM, Sizes, draw, expert_map_of
 from moqext import _C
 
 FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
-LAYERS = (*FP8, "NVFP4", "NVFP4,fp8")
+GENERAL = ("MXFP8", "W8A16", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "W4A8_AWQ")
+"""Formats of linears that kernels for Hopper do not have."""
+LAYERS = (*FP8, "NVFP4", "NVFP4,fp8", *GENERAL)
 SHAPES = (
     *((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (2048, 2048), (7168, 2048)),
     *((10240, 8192), (24576, 1536), (2112, 7168), (28672, 8192), (5120, 25600), (6144, 4096)),
@@ -53,6 +55,9 @@ FIRST_TOKENS = (1, 4, 16, 64, 256, 1024)
 OTHER_TOKENS = (2, 8, 32, 128, 512, 2048, 4096)
 EXPERT_FIRST = (1, 4, 16, 64, 128, 512)
 EXPERT_OTHER = (2, 8, 32, 256, 1024, 2048, 4096)
+
+OWN = ("cuda:sm90_", "cuda:cublaslt", "cuda:sm80_general")
+"""How the names of kernels begin that a Hopper chip is left with; others are for other chips."""
 
 ANY_CHIP_TOKENS = 256
 """Up to so many tokens kernels for any chip are measured, and up to so many the one on plain cores:"""
@@ -97,6 +102,10 @@ ATTRIBUTES = {
 
 SCALES = (0x28, 0x38)
 """Codes of block scales, from 0.25 to 1."""
+EXPONENTS = (120, 128)
+"""Codes of scales that are powers of two, from 2^-7 to 1."""
+UNIT, UNIT_CODES = 576, 512
+"""Bytes of a unit of packed NVFP4 weights (csrc/core/nvfp4_packed.h), and those before its scales."""
 
 FACTORS = {"fold": 1.0, "input": 0.02, "scale": 1e-3}
 """Other scales of random experts, by the first of these that is in their name."""
@@ -174,8 +183,8 @@ def experts_plan(layer: str, sizes: Sizes, chip: str | None = None, place: str =
 
 
 def is_worth_measuring(kernel: str, tokens: int) -> bool:
-    """Kernels for any chip are not, with many tokens."""
-    if kernel.startswith(("cuda:sm90_", "cuda:cublaslt")):
+    """Kernels for other chips are not, with many tokens."""
+    if kernel.startswith(OWN):
         return True
     return tokens <= (SIMT_TOKENS if kernel == "cuda:simt" else ANY_CHIP_TOKENS)
 
@@ -191,6 +200,8 @@ def configs_of(plan: Any, tokens: int) -> list[Config]:
 
 def variant_of(plan: Any, tokens: int, kernel: str, number: int) -> int:
     """Variant by which a plan keeps a config; cuBLASLt's are algorithms, from 8 on of the other scaling."""
+    if kernel == "cuda:cublaslt_general":
+        return 0
     if kernel != "cuda:cublaslt":
         return number + 1
     plan.keep(tokens, kernel, 0)
@@ -307,7 +318,7 @@ def least_seconds(read: float, products: float) -> float:
 
 
 class Linears:
-    """Linears with weights of normal values, quantized for real."""
+    """Linears with weights of normal values, quantized for real; those of `GENERAL` are random codes."""
 
     def __init__(self, torch: Any, place: str = PLACE) -> None:
         self._torch, self._place = torch, place
@@ -335,14 +346,20 @@ class Linears:
         torch = self._torch
         self._weights: list[dict[str, Any]] = []
         torch.cuda.empty_cache()
-        if self._problem is None or self._problem.shape != shape:
-            self._problem = None
-            self._problem = layers.Problem.random(torch, shape, 64, self._place, 1, rotate=1)
         self._plan = linear_plan(layer, shape, place=self._place)
-        made = dict(self._plan.prepare(self._problem.layer(layer.replace(",", ", ")).checkpoint(0)))
+        made = self._params(layer, shape)
         count = min(COPIES, -(-layers.ROTATION // made["weight"].numel()))
         self._weights = [made] + [made | {"weight": made["weight"].clone()} for _ in range(count - 1)]
         self._made = (layer, shape)
+
+    def _params(self, layer: str, shape: tuple[int, int]) -> dict[str, Any]:
+        """Prepared tensors."""
+        if layer in GENERAL:
+            return random_params(self._torch, self._plan.prepared_params(), self._place)
+        if self._problem is None or self._problem.shape != shape:
+            self._problem = None
+            self._problem = layers.Problem.random(self._torch, shape, 64, self._place, 1, rotate=1)
+        return dict(self._plan.prepare(self._problem.layer(layer.replace(",", ", ")).checkpoint(0)))
 
 
 class ManyExperts:
@@ -404,8 +421,12 @@ def _random_tensor(torch: Any, name: str, shape: tuple[int, ...], dtype: str, pl
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=place)
     if dtype == "float8_e4m3fn":
         return codes.bitwise_and_(0xBF).view(torch.float8_e4m3fn)  # at most 1.9, and no NaN
-    codes[..., 512:] = torch.randint(*SCALES, codes[..., 512:].shape, dtype=torch.uint8, device=place)
-    return codes
+    if dtype == "float8_e8m0fnu":
+        return torch.randint(*EXPONENTS, shape, dtype=torch.uint8, device=place).view(torch.float8_e8m0fnu)
+    if shape[-1] == UNIT:
+        scales = codes[..., UNIT_CODES:]
+        scales.copy_(torch.randint(*SCALES, scales.shape, dtype=torch.uint8, device=place))
+    return codes.view(torch.int8) if dtype == "int8" else codes
 
 
 # ---- the file ----
@@ -473,7 +494,8 @@ def grid(options: argparse.Namespace) -> Iterator[Cell]:
         if options.only != "experts":
             yield from linear_cells(options.tokens or linear, shapes, options.layer)
         if options.only != "linears":
-            yield from linear_cells(options.tokens or expert, options.model, options.layer)
+            kinds = [layer for layer in options.layer if layer not in GENERAL]
+            yield from linear_cells(options.tokens or expert, options.model, kinds)
         if options.tokens:
             return
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.configs import MODELS, experts_plan, linear_plan
+from benchmarks.configs import MODELS, OWN, experts_plan, linear_plan
 from benchmarks.layers import shape_of
 from moqext import _C
 
@@ -121,8 +121,8 @@ def chosen(cell: Cell, times: Mapping[Config, float]) -> Config:
 
 
 def is_for_any_chip(config: Config) -> bool:
-    """Whether the kernel is not one for Hopper."""
-    return not config.kernel.startswith(("cuda:sm90", "cuda:cublaslt"))
+    """Whether the kernel is left to other chips."""
+    return not config.kernel.startswith(OWN)
 
 
 def fastest(seconds: Mapping[Config, float]) -> Config:

@@ -16,21 +16,24 @@ pytestmark = pytest.mark.gpu
 COMPUTES = [(algo, "exact") for algo in GENERAL] + [("MXFP8", "fp8")]
 
 
-@pytest.mark.parametrize("kernel", ["simt", "sm80_general"])
+@pytest.mark.parametrize("kernel", ["simt", "sm80_general", "cublaslt_general"])
 @each("dtype", ["bfloat16", "float16", "float32"])
 @each("algo", GENERAL)
 def test_matches_reference(rng: Any, monkeypatch: Any, kernel: str, algo: str, dtype: str) -> None:
-    if (kernel, dtype) == ("sm80_general", "float32"):
+    if kernel != "simt" and dtype == "float32":
         return  # multiplies 16-bit numbers
+    if kernel == "cublaslt_general" and dtype == "float16" and algo in ("MXFP8", "W4A16_AWQ"):
+        return  # float16 does not hold their weights
     monkeypatch.setenv("MOQEXT_KERNEL", f"cuda:{kernel}")
+    partitions = [32, 128, 16] if kernel == "cublaslt_general" else [34, 130, 8]
     for input_scale in (True, False):
-        case = random_case(rng, algo, 640, [34, 130, 8], input_scale=input_scale)
+        case = random_case(rng, algo, 640, partitions, input_scale=input_scale)
         method = case.method(dtype=dtype, device="cuda:0")
         params = method.prepare(params_to_cuda(case.listed()))
-        bias = rng.standard_normal(172).astype(np.float32)
+        bias = rng.standard_normal(sum(partitions)).astype(np.float32)
         for tokens in (1, 8, 13, 30, 37, 300):
             x = random_x(rng, (tokens, 640), dtype)
-            out = poisoned(tokens, 172, dtype=dtype)
+            out = poisoned(tokens, sum(partitions), dtype=dtype)
             assert method(to_cuda(x, dtype), params, to_cuda(bias), out) is out
             values = reference.as_float32(x)
             assert_close(to_numpy(out), case.expected(values, bias=bias, x_dtype=dtype), dtype)
@@ -47,6 +50,49 @@ def test_large_tiles(rng: Any, monkeypatch: Any, algo: str, dtype: str) -> None:
     x = random_x(rng, (1101, 384), dtype)
     y = method(to_cuda(x, dtype), params)
     assert_close(to_numpy(y), case.expected(reference.as_float32(x), x_dtype=dtype), dtype)
+
+
+@each("algo", ["MXFP8", "W4A16_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL"])
+def test_library_splits_the_rows_of_large_weights(rng: Any, monkeypatch: Any, algo: str) -> None:
+    """More numbers than the workspace has at a time: the last segment is shorter."""
+    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:cublaslt_general")
+    case = random_case(rng, algo, 128, [2064])
+    method = case.method(device="cuda:0")
+    params = method.prepare(params_to_cuda(case.listed()))
+    x = random_x(rng, (35000, 128), "bfloat16")  # sums of 72 million numbers
+    out = poisoned(35000, 2064 + 8, dtype="bfloat16")[:, :2064]
+    method(to_cuda(x, "bfloat16"), params, out=out)
+    assert not torch.isnan(out).any()
+    rows = [0, *rng.integers(0, 35000, 40).tolist(), 34999]
+    assert_close(to_numpy(out[rows]), case.expected(reference.as_float32(x[rows])), "bfloat16")
+
+
+@each("algo", ["MXFP8", "W8A16", "W8A8_SQ_PER_CHANNEL"])
+def test_library_takes_rows_with_gaps_and_unaligned_outputs(rng: Any, monkeypatch: Any, algo: str) -> None:
+    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:cublaslt_general")
+    case = random_case(rng, algo, 96, [48])
+    method = case.method(device="cuda:0")
+    params = method.prepare(params_to_cuda(case.listed()))
+    x = random_x(rng, (21, 96), "bfloat16")
+    wide = torch.cat([to_cuda(x, "bfloat16"), to_cuda(x, "bfloat16")], 1)
+    expected = case.expected(reference.as_float32(x))
+    for pad, skip in ((0, 0), (8, 0), (5, 3)):
+        out = poisoned(21, 48 + pad + skip, dtype="bfloat16")[:, skip : skip + 48]
+        method(wide[:, :96], params, out=out)
+        assert_close(to_numpy(out), expected, "bfloat16")
+
+
+def test_nan_stays_where_x_becomes_int8(rng: Any, monkeypatch: Any) -> None:
+    for kernel in ("cuda:simt", "cuda:sm80_general", "cuda:cublaslt_general"):
+        monkeypatch.setenv("MOQEXT_KERNEL", kernel)
+        for input_scale in (True, False):
+            case = random_case(rng, "W8A8_SQ_PER_CHANNEL", 64, [32], input_scale=input_scale)
+            method = case.method(device="cuda:0")
+            params = method.prepare(params_to_cuda(case.listed()))
+            x = to_cuda(random_x(rng, (5, 64), "bfloat16"), "bfloat16")
+            x[3, 17] = float("nan")
+            rows = torch.isnan(method(x, params)).all(1).tolist()
+            assert rows == [False, False, False, True, False], (kernel, input_scale)
 
 
 @pytest.mark.parametrize("columns", [16, 48, 80, 1040])

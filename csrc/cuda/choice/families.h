@@ -21,6 +21,7 @@
     X(SM90_NVFP4_FP8_PREFILL)                                                                      \
     X(SM90_NVFP4_FP8_MEDIUM)                                                                       \
     X(CUBLASLT)                                                                                    \
+    X(CUBLASLT_GENERAL)                                                                            \
     X(CUBLASLT_FP4)
 
 /* X(name of the kernel in capitals): its row is MOQ_MOE_ and that name. */

@@ -44,6 +44,13 @@ bool moq_is_on_sm90(const moq_linear_spec *spec, char *reason, size_t size) {
     return false;
 }
 
+bool moq_has_cublaslt(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!spec->target.cublaslt_missing[0])
+        return true;
+    snprintf(reason, size, "%s", spec->target.cublaslt_missing);
+    return false;
+}
+
 /* ---- sizes ---- */
 
 bool moq_takes_tokens(int64_t m, int64_t most, char *reason, size_t size) {
@@ -127,6 +134,26 @@ bool moq_suits_folding(const moq_linear_spec *spec, char *reason, size_t size) {
         snprintf(reason, size, "quantizes x by token");
     else
         return true;
+    return false;
+}
+
+bool moq_is_general(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!moq_layout_is_general(spec->weight))
+        snprintf(reason, size,
+                 "multiplies MXFP8, int8 and int4 weights, %s with compute %s has others",
+                 spec->algo, moq_compute_name(spec->compute));
+    else if (spec->dtype == MOQ_DT_F32)
+        snprintf(reason, size, "multiplies 16-bit activations, the layer has float32");
+    else
+        return true;
+    return false;
+}
+
+bool moq_has_groups(const moq_linear_spec *spec, int multiple, char *reason, size_t size) {
+    if (spec->weight != MOQ_WEIGHT_INT4_GROUP || spec->group_size % multiple == 0)
+        return true;
+    snprintf(reason, size, "needs groups of a multiple of %d columns, got %d", multiple,
+             (int)spec->group_size);
     return false;
 }
 

@@ -21,6 +21,9 @@ bool moq_has_capability(const moq_linear_spec *spec, int least, char *reason, si
 /* A device of compute capability 9.0: code for sm_90a runs on no other. */
 bool moq_is_on_sm90(const moq_linear_spec *spec, char *reason, size_t size);
 
+/* cuBLASLt was found. */
+bool moq_has_cublaslt(const moq_linear_spec *spec, char *reason, size_t size);
+
 /* ---- sizes ---- */
 
 /* At most `most` tokens; m may be MOQ_ANY_TOKENS. */
@@ -45,6 +48,12 @@ bool moq_suits_16_bits(const moq_linear_spec *spec, char *reason, size_t size);
 
 /* Packed NVFP4 weights, multiplied as FP8 codes on compute capability 9.0. */
 bool moq_suits_folding(const moq_linear_spec *spec, char *reason, size_t size);
+
+/* MXFP8, int8 and int4 weights with 16-bit activations. */
+bool moq_is_general(const moq_linear_spec *spec, char *reason, size_t size);
+
+/* Groups of int4 weights, if it has any, of a multiple of so many columns. */
+bool moq_has_groups(const moq_linear_spec *spec, int multiple, char *reason, size_t size);
 
 /* ---- experts ---- */
 

@@ -4,6 +4,7 @@
 #define MOQ_CUDA_CHOICE_GRID_H
 
 #include "core/invariant.h"
+#include "core/linear.h"
 #include "core/sizes.h"
 
 #include <stdbool.h>
@@ -16,6 +17,14 @@
 
 #define BLOCK_SHARED                                                                               \
     232448 /* bytes of shared memory that a block of compute capability 9.0 may have */
+
+/* Tiles of so many rows of W: each partition begins a new one. */
+static inline int64_t moq_tile_count(const moq_linear_spec *spec, int rows) {
+    int64_t tiles = 0;
+    for (int i = 0; i < spec->partition_count; i++)
+        tiles += divide_up(spec->partition[i], rows);
+    return tiles;
+}
 
 /* Operand or tile that the blocks of a cluster share. In pairs each copies half of the operand to
  * both; with MOQ_SPLIT_K each has some of K, with MOQ_SPLIT_K_WARPGROUPS each warpgroup every other

@@ -333,13 +333,6 @@ static __device__ __forceinline__ moq_tile moq_find_tile(const moq_partitions *p
     return t;
 }
 
-static inline int64_t moq_tile_count(const moq_linear_spec *spec, int rows) {
-    int64_t tiles = 0;
-    for (int i = 0; i < spec->partition_count; i++)
-        tiles += (spec->partition[i] + rows - 1) / rows;
-    return tiles;
-}
-
 } // namespace moq
 
 #endif

@@ -78,13 +78,6 @@ static bool has_scaling(const moq_linear_spec *spec, char *reason, size_t size) 
     return false;
 }
 
-static bool has_cublaslt(const moq_linear_spec *spec, char *reason, size_t size) {
-    if (!spec->target.cublaslt_missing[0])
-        return true;
-    snprintf(reason, size, "%s", spec->target.cublaslt_missing);
-    return false;
-}
-
 static bool can_run(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     (void)m;
     bool codes = moq_linear_folds(spec) ? moq_suits_folding(spec, reason, size)
@@ -96,7 +89,7 @@ static bool can_run(const moq_linear_spec *spec, int64_t m, char *reason, size_t
     for (int i = 0; moq_cublaslt_by_partition(spec) && i < spec->partition_count; i++)
         if (!moq_is_multiple_of_16("each of out_partitions", spec->partition[i], reason, size))
             return false;
-    return has_cublaslt(spec, reason, size);
+    return moq_has_cublaslt(spec, reason, size);
 }
 
 /* Products of NVFP4 codes, both with block scales: since compute capability 10.0. */
@@ -119,7 +112,7 @@ static bool can_run_fp4(const moq_linear_spec *spec, int64_t m, char *reason, si
     for (int i = 0; i < spec->partition_count; i++)
         if (!moq_is_multiple_of_16("each of out_partitions", spec->partition[i], reason, size))
             return false;
-    return has_cublaslt(spec, reason, size);
+    return moq_has_cublaslt(spec, reason, size);
 }
 
 /* ---- the rows ---- */

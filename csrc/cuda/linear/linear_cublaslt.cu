@@ -28,6 +28,7 @@
 #include "core/swizzle.h"
 #include "cuda/device/load.h"
 #include "cuda/device/ptx.h"
+#include "cuda/linear/finish_sums.h"
 #include "cuda/linear/linear_cublaslt.h"
 #include "cuda/runtime/cublaslt_api.h"
 #include "cuda/runtime/launch.h"
@@ -266,6 +267,7 @@ static moq_matmul product(const moq_linear_call *call, const layout *l, const se
     p.m = l->rows;
     p.n = s->rows;
     p.k = call->spec->in_features;
+    p.x_stride = p.k;
     p.x = call->spec->quantized_input ? (const uint8_t *)call->x->data : memory + l->codes;
     p.w = l->folds ? memory + l->w_codes : call->weight + s->begin * l->code_bytes;
     p.x_scale = l->scales_after ? NULL : x_scale_of(call, l, s);
@@ -377,80 +379,13 @@ static moq_status clear_scales(const moq_linear_call *call, const layout *l, moq
 
 /* ---- from the workspace to y ---- */
 
-#define COLUMNS 8 /* columns of a thread: 16 bytes of y */
-
-typedef struct {
-    const void *sums; /* [m, n], of a 16-bit dtype or float32 */
-    moq_dtype dtype;
-    int64_t m;
-    int n;
-    const float
-        *x_scale; /* [m], or one if x_stride is 0; w_scale is [n]; both NULL without scales */
-    const float *w_scale;
-    int x_stride;
-    moq_output out;
-    bool aligned; /* rows of y are at multiples of 16 bytes */
-} finish_args;
-
-static __device__ __forceinline__ void load_sums(const finish_args *a, int64_t at,
-                                                 float (&value)[COLUMNS]) {
-    const uint4 *from =
-        (const uint4 *)((const uint8_t *)a->sums + at * (a->dtype == MOQ_DT_F32 ? 4 : 2));
-    uint4 word[2] = {from[0], {}};
-    if (a->dtype == MOQ_DT_F32)
-        word[1] = from[1];
-#pragma unroll
-    for (int i = 0; i < COLUMNS; i++)
-        value[i] = moq_load_one(word, i, a->dtype);
-}
-
-static __device__ __forceinline__ void store_one(const finish_args *a, int64_t at, float value) {
-    ((uint16_t *)a->out.data)[at] = (uint16_t)moq_narrow_pair(a->out.dtype, value, value);
-}
-
-static __device__ __forceinline__ void store_row(const finish_args *a, int64_t row, int column,
-                                                 const float (&value)[COLUMNS]) {
-    if (!a->aligned) {
-        for (int i = 0; i < COLUMNS; i++)
-            store_one(a, row * a->out.stride + column + i, value[i]);
-        return;
-    }
-    uint32_t word[COLUMNS / 2];
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 2; i++)
-        word[i] = moq_narrow_pair(a->out.dtype, value[2 * i], value[2 * i + 1]);
-    *(uint4 *)((uint16_t *)a->out.data + row * a->out.stride + column) =
-        make_uint4(word[0], word[1], word[2], word[3]);
-}
-
-/* Writes y = round(sums * x_scale * w_scale + bias). */
-static __global__ void finish(const finish_args a) {
-    int column = (int)(blockIdx.x * THREADS + threadIdx.x) * COLUMNS;
-    wait_for_predecessor();
-    if (column >= a.n)
-        return;
-    for (int64_t row = blockIdx.y; row < a.m; row += gridDim.y) {
-        float value[COLUMNS];
-        load_sums(&a, row * a.n + column, value);
-#pragma unroll
-        for (int i = 0; i < COLUMNS; i++) {
-            if (a.x_scale)
-                value[i] *= a.x_scale[row * a.x_stride] * a.w_scale[column + i];
-            if (a.out.bias)
-                value[i] = __fadd_rn(value[i], moq_load_bias(&a.out, column + i));
-        }
-        store_row(&a, row, column, value);
-    }
-}
-
 static moq_status finish_results(const moq_linear_call *call, const layout *l, moq_err *err) {
-    finish_args a = {};
+    moq_sums a = {};
     a.sums = (const uint8_t *)call->workspace + l->sums;
     a.dtype = l->sums_dtype;
     a.m = call->m;
     a.n = (int)call->spec->out_features;
     a.out = moq_output_of(call);
-    a.aligned = is_aligned(a.out.data) && a.out.stride % COLUMNS == 0;
     if (l->fused_bias)
         a.out.bias = NULL;
     if (l->scales_after) {
@@ -458,10 +393,7 @@ static moq_status finish_results(const moq_linear_call *call, const layout *l, m
         a.w_scale = row_factors(call, l);
         a.x_stride = call->spec->input == MOQ_INPUT_E4M3_TOKEN;
     }
-    unsigned wide = (unsigned)((a.n / COLUMNS + THREADS - 1) / THREADS);
-    dim3 grid(wide, (unsigned)(a.m < 65535 ? a.m : 65535));
-    void *args[] = {&a};
-    return launch_overlapping(call, (const void *)finish, grid, args, err);
+    return moq_finish_sums(&a, WHAT, call->stream, err);
 }
 
 /* ---- the call ---- */

@@ -26,9 +26,12 @@
     X(CUBLAS_STATUS_SUCCESS, 0)                                                                    \
     X(CUBLAS_OP_T, 1)                                                                              \
     X(CUBLAS_COMPUTE_32F, 68)                                                                      \
+    X(CUBLAS_COMPUTE_32I, 72)                                                                      \
     /* cudaDataType */                                                                             \
     X(CUDA_R_32F, 0)                                                                               \
     X(CUDA_R_16F, 2)                                                                               \
+    X(CUDA_R_8I, 3)                                                                                \
+    X(CUDA_R_32I, 10)                                                                              \
     X(CUDA_R_16BF, 14)                                                                             \
     X(CUDA_R_8F_E4M3, 28)                                                                          \
     X(CUDA_R_4F_E2M1, 33)                                                                          \

@@ -16,19 +16,24 @@ typedef enum {
     MOQ_SCALED_TENSOR, /* one scale of x, one of w, or NULL for 1 */
     MOQ_SCALED_VECTOR, /* one a row of x, one a row of w; only on sm_90 */
     MOQ_SCALED_BLOCK,  /* x: [K / 128][m]; w: [n / 128][K / 128], both rounded up, the last to 4 */
-    MOQ_SCALED_NVFP4 /* e4m3 for 16 columns, swizzled (core/swizzle.h), and alpha; from sm_100 on */
+    MOQ_SCALED_NVFP4,  /* e4m3 for 16 columns, swizzled (core/swizzle.h), and alpha; from sm_100 on
+                        */
+    MOQ_UNSCALED       /* x and w of 16 bits or, with sums of int32 as y, int8 */
 } moq_scaling;
 
-/* Multiplies y[m, n] = round(alpha sum_k sx x[m, k] sw w[n, k] + bias[n]). x and w are contiguous
- * e4m3, or e2m1 for MOQ_SCALED_NVFP4; all pointers, k, n and rows of y are multiples of 16 bytes (k
- * of e2m1 a multiple of 32), and m is a multiple of 4 for MOQ_SCALED_BLOCK. The bias is of y's
- * dtype, float16 or bfloat16, or NULL. */
+/* Multiplies y[m, n] = round(alpha sum_k sx x[m, k] sw w[n, k] + bias[n]). w is contiguous
+ * e4m3, or e2m1 for MOQ_SCALED_NVFP4, and x too but for its stride; all pointers, k, n and rows of
+ * y are multiples of 16 bytes (k of e2m1 a multiple of 32), and m is a multiple of 4 for
+ * MOQ_SCALED_BLOCK. The bias is of y's dtype, float16 or bfloat16, or NULL. */
 typedef struct {
     int32_t device; /* the current one */
     moq_scaling scaling;
-    bool fast_accum; /* sums stay in the tensor cores; for scales of tensors and vectors */
+    bool fast_accum;    /* sums stay in the tensor cores; for scales of tensors and vectors */
+    moq_dtype operands; /* of x and w, for MOQ_UNSCALED: bfloat16, float16 or int8 */
+    bool accumulate;    /* adds to y */
     int64_t m, n, k;
     const uint8_t *x, *w;
+    int64_t x_stride;              /* elements */
     const void *x_scale, *w_scale; /* float32 unless noted above */
     const float *alpha;            /* on the device, followed by a zero; NULL for 1 */
     void *y;

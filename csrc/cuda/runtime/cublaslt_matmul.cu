@@ -22,7 +22,14 @@ typedef struct {
 static int32_t type_of(moq_dtype dtype) {
     return dtype == MOQ_DT_BF16  ? MOQ_CUDA_R_16BF
            : dtype == MOQ_DT_F16 ? MOQ_CUDA_R_16F
+           : dtype == MOQ_DT_I8  ? MOQ_CUDA_R_8I
+           : dtype == MOQ_DT_I32 ? MOQ_CUDA_R_32I
                                  : MOQ_CUDA_R_32F;
+}
+
+/* Returns whether products are added in int32. */
+static bool sums_integers(const moq_matmul *p) {
+    return p->scaling == MOQ_UNSCALED && p->operands == MOQ_DT_I8;
 }
 
 static moq_status check(const moq_cublaslt_api *api, int32_t status, const char *what,
@@ -46,6 +53,8 @@ static moq_status set_int(const moq_cublaslt_api *api, descriptors *d, int32_t w
 
 static moq_status describe_scales(const moq_cublaslt_api *api, const moq_matmul *p, descriptors *d,
                                   moq_err *err) {
+    if (p->scaling == MOQ_UNSCALED)
+        return MOQ_OK;
     static const struct {
         int32_t w, x;
     } MODE[] = {
@@ -84,15 +93,20 @@ static moq_status describe_matrix(const moq_cublaslt_api *api, moq_cublaslt_matr
 }
 
 static int32_t codes_of(const moq_matmul *p) {
-    return p->scaling == MOQ_SCALED_NVFP4 ? MOQ_CUDA_R_4F_E2M1 : MOQ_CUDA_R_8F_E4M3;
+    return p->scaling == MOQ_UNSCALED       ? type_of(p->operands)
+           : p->scaling == MOQ_SCALED_NVFP4 ? MOQ_CUDA_R_4F_E2M1
+                                            : MOQ_CUDA_R_8F_E4M3;
 }
 
 /* Describes a product like `p` with m rows. */
 static moq_status describe(const moq_cublaslt_api *api, const moq_matmul *p, int64_t m,
                            descriptors *d, moq_err *err) {
+    bool integers = sums_integers(p);
     MOQ_TRY(check(api,
                   api->cublasLtMatmulDescInit_internal(&d->product, sizeof d->product,
-                                                       MOQ_CUBLAS_COMPUTE_32F, MOQ_CUDA_R_32F),
+                                                       integers ? MOQ_CUBLAS_COMPUTE_32I
+                                                                : MOQ_CUBLAS_COMPUTE_32F,
+                                                       integers ? MOQ_CUDA_R_32I : MOQ_CUDA_R_32F),
                   "cublasLtMatmulDescInit", err));
     MOQ_TRY(set_int(api, d, MOQ_CUBLASLT_MATMUL_DESC_TRANSA, MOQ_CUBLAS_OP_T, err));
     int8_t fast = p->fast_accum;
@@ -103,7 +117,7 @@ static moq_status describe(const moq_cublaslt_api *api, const moq_matmul *p, int
     MOQ_TRY(describe_scales(api, p, d, err));
     MOQ_TRY(describe_bias(api, p, d, err));
     MOQ_TRY(describe_matrix(api, &d->w, codes_of(p), p->k, p->n, p->k, err));
-    MOQ_TRY(describe_matrix(api, &d->x, codes_of(p), p->k, m, p->k, err));
+    MOQ_TRY(describe_matrix(api, &d->x, codes_of(p), p->k, m, p->x_stride, err));
     return describe_matrix(api, &d->y, type_of(p->dtype), p->n, m, p->y_stride, err);
 }
 
@@ -111,8 +125,8 @@ static moq_status describe(const moq_cublaslt_api *api, const moq_matmul *p, int
 
 /* Key of the library's proposals; compared as bytes, so without gaps. */
 typedef struct {
-    int64_t m, n, k, y_stride, workspace;
-    int32_t device, scaling, dtype, bias, fast_accum, alpha;
+    int64_t m, n, k, x_stride, y_stride, workspace;
+    int32_t device, scaling, operands, dtype, bias, fast_accum, alpha, accumulate;
 } algorithm_key;
 
 typedef struct {
@@ -134,14 +148,17 @@ static algorithm_key key_of(const moq_matmul *p) {
     algorithm_key key = {(m + step - 1) / step * step,
                          p->n,
                          p->k,
+                         p->x_stride,
                          p->y_stride,
                          (int64_t)p->workspace_bytes,
                          p->device,
                          (int32_t)p->scaling,
+                         (int32_t)p->operands,
                          (int32_t)p->dtype,
                          p->bias != NULL,
                          p->fast_accum,
-                         p->alpha != NULL};
+                         p->alpha != NULL,
+                         p->accumulate};
     return key;
 }
 
@@ -232,7 +249,11 @@ int moq_matmul_variants(const moq_matmul *p) {
 }
 
 moq_status moq_matmul_run(const moq_matmul *p, moq_err *err) {
-    const float host[2] = {1, 0}, *alpha = p->alpha ? p->alpha : host;
+    const float floats[2] = {1, (float)p->accumulate};
+    const int32_t integers[2] = {1, p->accumulate};
+    const uint8_t *alpha = sums_integers(p) ? (const uint8_t *)integers
+                           : p->alpha       ? (const uint8_t *)p->alpha
+                                            : (const uint8_t *)floats;
     const moq_cublaslt_api *api;
     void *handle;
     moq_cublaslt_algorithm algorithm;
@@ -242,7 +263,7 @@ moq_status moq_matmul_run(const moq_matmul *p, moq_err *err) {
     MOQ_TRY(find_algorithm(api, handle, p, &algorithm, &count, err));
     MOQ_TRY(describe(api, p, p->m, &d, err));
     return check(api,
-                 api->cublasLtMatmul(handle, &d.product, alpha, p->w, &d.w, p->x, &d.x, alpha + 1,
+                 api->cublasLtMatmul(handle, &d.product, alpha, p->w, &d.w, p->x, &d.x, alpha + 4,
                                      p->y, &d.y, p->y, &d.y, &algorithm, p->workspace,
                                      p->workspace_bytes, p->stream),
                  "cublasLtMatmul", err);

@@ -3,6 +3,7 @@
 #include "cuda/choice/family.h"
 #include "cuda/choice/grid.h"
 #include "cuda/choice/rates.h"
+#include "cuda/linear/any/mma_general_config.h"
 
 #include <stdio.h>
 
@@ -39,13 +40,8 @@ MOQ_ENTRY int64_t moq_cuda_simt_workspace(const moq_linear_call *call);
 
 static bool can_run_simt(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     (void)m;
-    if (!moq_has_capability(spec, 80, reason, size) || !moq_has_int_rows(spec, reason, size))
-        return false;
-    if (spec->weight != MOQ_WEIGHT_INT4_GROUP || spec->group_size % 16 == 0)
-        return true;
-    snprintf(reason, size, "needs groups of a multiple of 16 columns, got %d",
-             (int)spec->group_size);
-    return false;
+    return moq_has_capability(spec, 80, reason, size) && moq_has_int_rows(spec, reason, size) &&
+           moq_has_groups(spec, 16, reason, size);
 }
 
 const moq_linear_kernel MOQ_LINEAR_SIMT = {
@@ -94,34 +90,38 @@ const moq_linear_kernel MOQ_LINEAR_SM80_FP8 = {
 MOQ_ENTRY moq_status moq_cuda_mma_general(const moq_linear_call *call, moq_err *err);
 MOQ_ENTRY int64_t moq_cuda_mma_general_workspace(const moq_linear_call *call);
 
-/* Rates of sm80_nvfp4, which has the same products, until its own are measured. */
-static const moq_rates SM80_GENERAL_RATES[] = {MOQ_RATES_SM80_NVFP4};
+/* Rows of the rates. */
+typedef enum { GENERAL_E4M3, GENERAL_INT8, GENERAL_INT4, GENERAL_KINDS } general_kind;
 
+static const moq_rates SM80_GENERAL_RATES[GENERAL_KINDS] = {MOQ_RATES_SM80_GENERAL};
+
+/* Counts tiles of the busiest multiprocessor and their products, those of prefill beside others. */
 static bool work_general(const moq_problem *p, int config, moq_load *w) {
     (void)config;
-    return count(p, 1, 8, w);
+    const moq_linear_spec *spec = p->layer;
+    bool int4 = spec->weight == MOQ_WEIGHT_INT4_GROUP, int8 = spec->weight == MOQ_WEIGHT_INT8_ROW;
+    int shape = moq_mma_general_shape(spec, p->tokens);
+    const moq_mma_general_tile *t = &MOQ_MMA_GENERAL_TILES[shape];
+    double m = (double)p->tokens, n = (double)spec->out_features, k = (double)spec->in_features;
+    int64_t tiles = moq_mma_general_tiles(spec, p->tokens, shape);
+    double waves = (double)divide_up(tiles, p->target->sm_count);
+    w->rates = int4 ? GENERAL_INT4 : int8 ? GENERAL_INT8 : GENERAL_E4M3;
+    w->bytes = (int4 ? 0.5 : 1) * n * k;
+    w->inside[t->rows > 16] = waves * t->tokens * t->rows * k;
+    w->inside[2] = waves * t->tokens;
+    w->beside[0] = k;
+    w->beside[1] = m * k;
+    return true;
 }
 
 static const moq_configs SM80_GENERAL = {
-    .configs = 1, .any_chip = true, .rates = SM80_GENERAL_RATES, .work = work_general};
+    .configs = 1, .rates = SM80_GENERAL_RATES, .work = work_general};
 
 static bool can_run_general(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     (void)m;
-    if (!moq_has_capability(spec, 80, reason, size) || !moq_has_int_rows(spec, reason, size) ||
-        !moq_is_multiple_of_16("in_features", spec->in_features, reason, size))
-        return false;
-    if (!moq_layout_is_general(spec->weight))
-        snprintf(reason, size,
-                 "multiplies MXFP8, int8 and int4 weights, %s with compute %s has others",
-                 spec->algo, moq_compute_name(spec->compute));
-    else if (spec->dtype == MOQ_DT_F32)
-        snprintf(reason, size, "multiplies 16-bit activations, the layer has float32");
-    else if (spec->weight == MOQ_WEIGHT_INT4_GROUP && spec->group_size % 32 != 0)
-        snprintf(reason, size, "needs groups of a multiple of 32 columns, got %d",
-                 (int)spec->group_size);
-    else
-        return true;
-    return false;
+    return moq_has_capability(spec, 80, reason, size) && moq_has_int_rows(spec, reason, size) &&
+           moq_is_multiple_of_16("in_features", spec->in_features, reason, size) &&
+           moq_is_general(spec, reason, size) && moq_has_groups(spec, 32, reason, size);
 }
 
 const moq_linear_kernel MOQ_LINEAR_SM80_GENERAL = {

@@ -26,6 +26,7 @@
  * x 32 needs 24 for 16 products. Chips that it ran on: docs/results/README.md. */
 #include "core/formats.h"
 #include "core/invariant.h"
+#include "cuda/choice/grid.h"
 #include "cuda/linear/any/mma_fp8_tile.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/cuda_quantize.h"

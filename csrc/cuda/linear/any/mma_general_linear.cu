@@ -3,7 +3,7 @@
  *
  * C is e4m3 with an E8M0 scale s for 32 columns, int8, or int4 in pairs of rows with a float32
  * scale for `group` columns. X has the 16-bit type of x: x itself, or the values of its e4m3 or
- * int8 codes, which that type holds, made before the product (round_rows). Codes become 16-bit
+ * int8 codes, which that type holds, made before the product (cuda_round.h). Codes become 16-bit
  * numbers exactly; sums are float32.
  *
  * A block has WM warps of 16 WR rows of W, of one partition, by TN tokens; WK warps split K, 64
@@ -14,18 +14,21 @@
  * What bounds it: with few tokens reading W; with many the reads of X from shared memory, which
  * two lanes at a time ask the same banks for, at half of the tensor cores' rate. */
 #include "core/invariant.h"
+#include "cuda/choice/grid.h"
 #include "cuda/device/load.h"
 #include "cuda/device/mma_tile.h"
 #include "cuda/device/nvfp4_decode.h"
 #include "cuda/device/round.h"
+#include "cuda/linear/any/mma_general_config.h"
 #include "cuda/runtime/launch.h"
+#include "cuda/tensor/cuda_round.h"
 
 namespace moq::mma_general {
 
-#define STEP        64 /* columns of a warp's step */
-#define HALF_STEP   32 /* columns of two products, and of a scale of e4m3 */
-#define STAGES      3
-#define ROW_THREADS 256
+#define WHAT      "linear of codes of 8 or 4 bits"
+#define STEP      64 /* columns of a warp's step */
+#define HALF_STEP 32 /* columns of two products, and of a scale of e4m3 */
+#define STAGES    3
 
 enum { E4M3_MX, INT8, INT4 };
 
@@ -38,8 +41,8 @@ typedef struct {
     const void *weight_scale;
     int group;                 /* columns of a scale of int4 */
     const float *output_scale; /* [N], or NULL */
-    const float *row_scale;    /* of x: [m], or [partitions] where by_partition, or NULL */
-    bool by_partition;
+    const float *row_scale;    /* of x, [m], of each partition from next_scale on, or NULL */
+    int64_t next_scale;        /* to the scales of the next partition, or 0 */
     moq_output out;
     int64_t token_tiles, weight_tiles;
     int partition_count;
@@ -230,89 +233,8 @@ static __global__ void __launch_bounds__(32 * WM * WK)
         float total = (&sum[0][0][0])[i] * UNIT;
         float factor = a.output_scale ? a.output_scale[n] : 1.0f;
         if (a.row_scale)
-            factor = __fmul_rn(factor, a.row_scale[a.by_partition ? rows.partition : token + m]);
+            factor = __fmul_rn(factor, a.row_scale[rows.partition * a.next_scale + token + m]);
         moq_store_output(&a.out, token + m, n, __fmul_rn(total, factor), moq_load_bias(&a.out, n));
-    }
-}
-
-/* ---- x ---- */
-
-typedef struct {
-    moq_rows x;
-    int64_t m, k;
-    moq_input_mode mode;
-    const float *given;  /* [partitions], or NULL */
-    float *amax, *scale; /* [m] */
-    uint8_t *values;     /* [partitions or 1, m, K] 16-bit values */
-} round_args;
-
-static __device__ __forceinline__ float block_max(float value) {
-    __shared__ float most[ROW_THREADS / 32];
-    uint32_t bits = moq_max_of_lanes(__float_as_uint(value), 32);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0)
-        most[threadIdx.x / 32] = __uint_as_float(bits);
-    __syncthreads();
-    uint32_t all = 0;
-#pragma unroll
-    for (int i = 0; i < ROW_THREADS / 32; i++)
-        all = max(all, __float_as_uint(most[i]));
-    return __uint_as_float(all);
-}
-
-/* Finds the largest magnitude of each row; NaN is above all. */
-static __global__ void __launch_bounds__(ROW_THREADS)
-    find_row_amax(const __grid_constant__ round_args a) {
-    launch_dependents();
-    wait_for_predecessor();
-    float most = 0.0f;
-    for (int64_t column = threadIdx.x * 16; column < a.k; column += ROW_THREADS * 16) {
-        float value[16];
-        moq_load_values(&a.x, blockIdx.x, column, a.k, value);
-        most = __uint_as_float(max(__float_as_uint(most), moq_amax_bits(value)));
-    }
-    most = block_max(most);
-    if (threadIdx.x == 0)
-        a.amax[blockIdx.x] = most;
-}
-
-/* Returns the scale of a row: given, of all of x, or its own. */
-static __device__ __forceinline__ float scale_of_row(const round_args &a) {
-    if (a.given)
-        return a.given[blockIdx.y];
-    if (a.mode == MOQ_INPUT_INT8) {
-        float scale = __fdiv_rn(a.amax[blockIdx.x], MOQ_INT8_MAX);
-        return scale < 1.17549435e-38f ? 1.0f : scale; /* FLT_MIN */
-    }
-    float most = 0.0f;
-    for (int64_t i = threadIdx.x; i < a.m; i += ROW_THREADS)
-        most = __uint_as_float(max(__float_as_uint(most), __float_as_uint(a.amax[i])));
-    return moq_tensor_scale(block_max(most));
-}
-
-/* Rounds a row of x to the values of its codes. */
-static __global__ void __launch_bounds__(ROW_THREADS)
-    round_rows(const __grid_constant__ round_args a) {
-    launch_dependents();
-    wait_for_predecessor();
-    float scale = scale_of_row(a), inverse = __frcp_rn(scale);
-    if (threadIdx.x == 0 && !a.given)
-        a.scale[blockIdx.x] = scale;
-    uint8_t *to = a.values + ((int64_t)blockIdx.y * a.m + blockIdx.x) * a.k * 2;
-    for (int64_t column = threadIdx.x * 16; column < a.k; column += ROW_THREADS * 16) {
-        float value[16];
-        uint32_t pair[8];
-        moq_load_values(&a.x, blockIdx.x, column, a.k, value);
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float quotient = __fmul_rn(value[i], inverse);
-            value[i] = a.mode == MOQ_INPUT_INT8 ? round_int8(quotient) : round_e4m3(quotient);
-        }
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            pair[i] = moq_narrow_pair(a.x.dtype, value[2 * i], value[2 * i + 1]);
-        *(uint4 *)(to + column * 2) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-        *(uint4 *)(to + column * 2 + 16) = make_uint4(pair[4], pair[5], pair[6], pair[7]);
     }
 }
 
@@ -337,45 +259,27 @@ template <int TN, int WM, int WK, int WR> static constexpr shape shape_of(void) 
 #undef OF
 }
 
-static const shape SHAPES[] = {shape_of<8, 1, 8, 1>(), shape_of<16, 1, 8, 1>(),
-                               shape_of<32, 1, 4, 1>(), shape_of<64, 1, 4, 1>(),
-                               shape_of<64, 4, 1, 2>()};
-
-enum { SHAPE_COUNT = sizeof SHAPES / sizeof *SHAPES };
-
-static int64_t tiles_of(const moq_linear_call *call, const shape *s) {
-    return (call->m + s->tokens - 1) / s->tokens * moq_tile_count(call->spec, s->rows);
-}
-
-/* Picks the fewest tokens that hold all, or with many the large tiles if they are enough. */
-static const shape *shape_for(const moq_linear_call *call) {
-    const shape *large = &SHAPES[SHAPE_COUNT - 1], *s = SHAPES;
-    while (s < large - 1 && call->m > s->tokens)
-        s++;
-    bool many = call->m > s->tokens / 2 && tiles_of(call, large) >= call->spec->target.sm_count;
-    return s == large - 1 && many ? large : s;
-}
+#define SHAPE(tokens, wm, wk, wr) shape_of<tokens, wm, wk, wr>(),
+static const shape SHAPES[] = {MOQ_MMA_GENERAL_SHAPES(SHAPE)};
+#undef SHAPE
 
 static bool rounds(const moq_linear_call *call) {
     return call->spec->input != MOQ_INPUT_AS_IS;
 }
 
-static int64_t copies_of(const moq_linear_call *call) {
-    return call->input_scale ? call->spec->partition_count : 1;
-}
-
-/* Bytes of the values of x, and behind them amax and scale of each row. */
-static int64_t value_bytes(const moq_linear_call *call) {
-    return copies_of(call) * call->m * call->spec->in_features * 2;
+static moq_cuda_round rounding(const moq_linear_call *call) {
+    moq_cuda_round r = {call, call->x->dtype, (uint8_t *)call->workspace};
+    return r;
 }
 
 extern "C" int64_t moq_cuda_mma_general_workspace(const moq_linear_call *call) {
-    return rounds(call) ? value_bytes(call) + 2 * call->m * (int64_t)sizeof(float) : 0;
+    moq_cuda_round r = rounding(call);
+    return rounds(call) ? moq_cuda_round_bytes(&r) : 0;
 }
 
 static moq_status launch(const moq_linear_call *call, const void *kernel, dim3 grid, int threads,
                          int shared, void *args, moq_err *err) {
-    moq_launch launch = {.what = "linear of codes of 8 or 4 bits",
+    moq_launch launch = {.what = WHAT,
                          .kernel = kernel,
                          .grid = grid,
                          .block = dim3((unsigned)threads),
@@ -384,18 +288,6 @@ static moq_status launch(const moq_linear_call *call, const void *kernel, dim3 g
                          .pdl = true};
     void *parameters[] = {args};
     return moq_cuda_launch(&launch, parameters, err);
-}
-
-static moq_status round_x(const moq_linear_call *call, moq_err *err) {
-    uint8_t *memory = (uint8_t *)call->workspace;
-    float *amax = (float *)(memory + value_bytes(call));
-    round_args args = {moq_rows_of(call->x), call->m, call->spec->in_features, call->spec->input,
-                       call->input_scale,    amax,    amax + call->m,          memory};
-    unsigned m = (unsigned)call->m;
-    if (!call->input_scale)
-        MOQ_TRY(launch(call, (const void *)find_row_amax, dim3(m), ROW_THREADS, 0, &args, err));
-    return launch(call, (const void *)round_rows, dim3(m, (unsigned)copies_of(call)), ROW_THREADS,
-                  0, &args, err);
 }
 
 static linear_args args_of(const moq_linear_call *call, const shape *s) {
@@ -411,26 +303,26 @@ static linear_args args_of(const moq_linear_call *call, const shape *s) {
     a.group = spec->group_size;
     a.output_scale = call->output_scale;
     a.out = moq_output_of(call);
-    a.token_tiles = (call->m + s->tokens - 1) / s->tokens;
+    a.token_tiles = divide_up(call->m, s->tokens);
     a.weight_tiles = moq_tile_count(spec, s->rows);
     a.partition_count = spec->partition_count;
     a.partitions = moq_partitions_of(spec);
     if (!rounds(call))
         return a;
-    a.x = (const uint8_t *)call->workspace;
+    moq_cuda_round r = rounding(call);
+    moq_rounded first = moq_cuda_rounded(&r, 0), second = moq_cuda_rounded(&r, 1);
+    a.x = first.values;
     a.x_stride = a.k * 2;
-    a.next_x = copies_of(call) > 1 ? call->m * a.x_stride : 0;
-    a.by_partition = call->input_scale != NULL;
-    a.row_scale =
-        call->input_scale
-            ? call->input_scale
-            : (const float *)((const uint8_t *)call->workspace + value_bytes(call)) + call->m;
+    a.next_x = second.values - first.values;
+    a.row_scale = first.scales;
+    a.next_scale = second.scales - first.scales;
     return a;
 }
 
 extern "C" moq_status moq_cuda_mma_general(const moq_linear_call *call, moq_err *err) {
-    const shape *s = shape_for(call);
-    int64_t tiles = tiles_of(call, s);
+    int number = moq_mma_general_shape(call->spec, call->m);
+    const shape *s = &SHAPES[number];
+    int64_t tiles = moq_mma_general_tiles(call->spec, call->m, number);
     MOQ_ASSERT(s->shared <= 96 << 10);
     linear_args args = args_of(call, s);
     int kind = call->spec->weight == MOQ_WEIGHT_E4M3_GROUP ? E4M3_MX
@@ -439,8 +331,9 @@ extern "C" moq_status moq_cuda_mma_general(const moq_linear_call *call, moq_err 
     if (tiles > INT32_MAX || call->m > INT32_MAX)
         return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
                         (long long)call->m);
+    moq_cuda_round r = rounding(call);
     if (rounds(call))
-        MOQ_TRY(round_x(call, err));
+        MOQ_TRY(moq_cuda_round_rows(&r, WHAT, err));
     return launch(call, s->kernel[kind][call->x->dtype == MOQ_DT_F16], dim3((unsigned)tiles),
                   s->threads, s->shared, &args, err);
 }

@@ -21,6 +21,7 @@
  * 64 of them for four 16-byte reads from shared memory, beside decoding (one in eight) and
  * quantization. */
 #include "core/formats.h"
+#include "cuda/choice/grid.h"
 #include "cuda/linear/any/simt_tile.h"
 #include "cuda/runtime/launch.h"
 

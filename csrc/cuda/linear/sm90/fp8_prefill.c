@@ -31,8 +31,7 @@ static moq_fp8_prefill_config partition_work(const moq_linear_spec *spec, int64_
     moq_fp8_prefill_config geometry = {v, shape, cluster, 0,
                                        divide_up(m, moq_fp8_prefill_tokens(v))};
     int rows = v->weight_rows * (v->share == MOQ_SHARE_TOKENS ? 2 : 1);
-    for (int i = 0; i < spec->partition_count; i++)
-        geometry.row_tiles += divide_up(spec->partition[i], rows);
+    geometry.row_tiles = moq_tile_count(spec, rows);
     int64_t tiles = geometry.row_tiles * geometry.columns;
     int64_t most = moq_clusters_that_fit(&spec->target, cluster);
     geometry.workers = moq_fp8_prefill_has_split_k(v) || tiles < most ? tiles : most;

@@ -1,5 +1,6 @@
 /* FP8 experts on any chip with mma.sync: rows of codes by the tiles of cuda/linear/mma_fp8_tile.h,
  * which has layouts and bounds. */
+#include "cuda/choice/grid.h"
 #include "cuda/linear/any/mma_fp8_tile.h"
 #include "cuda/moe/any/any_chip.h"
 #include "cuda/moe/expert_product.h"

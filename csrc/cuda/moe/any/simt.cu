@@ -1,5 +1,6 @@
 /* Experts of every shape, weight and chip on CUDA cores, in the tiles of cuda/linear/simt_tile.h,
  * which has layouts and bounds. */
+#include "cuda/choice/grid.h"
 #include "cuda/linear/any/simt_tile.h"
 #include "cuda/moe/expert_product.h"
 
