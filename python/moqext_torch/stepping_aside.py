@@ -64,7 +64,7 @@ def reason_to_step_aside(quant_algo: str, capability: tuple[int, int] | None) ->
     if facts is None or facts.linear is None:
         return Reason("moqext has no linear method for it", runs=False)
     if facts.codes in ("int4", "int8") or (facts.codes, facts.scale_dtype) == ("e4m3", "float8_e8m0fnu"):
-        return Reason("moqext multiplies it without tensor cores", runs=True)
+        return Reason("it is not known to be faster in moqext", runs=True)
     if capability is None:
         return None
     if capability < OLDEST:
