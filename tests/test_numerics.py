@@ -28,3 +28,17 @@ def test_fp8_products_of_nvfp4_weights(rng, weights, kind):
     assert beside < 1.12
     assert whole["NVFP4, fp8"] < 0.9 * whole["NVFP4, fp4"]
     assert np.isfinite(list(whole.values())).all()
+
+
+@pytest.mark.parametrize("kind", numerics.ACTIVATIONS)
+def test_activations_of_mx_weights(rng, kind):
+    """Codes of x cost alike by token and by powers of two, whose scales are not as near; more than none."""
+    sizes = {"rows": 128, "columns": 1024, "tokens": 64, "configs": numerics.MX_CONFIGS}
+    found = [numerics.errors("normal", kind, rng, **sizes) for _ in range(7)]
+    for algo in ("MXFP8", "MXFP4"):
+        added = {
+            way: np.median([one[f"{algo}, {way}"][1] for one in found]) for way in ("exact", "fp8", "mxfp8")
+        }
+        assert added["exact"] == 0
+        assert 0.02 < added["mxfp8"] < 0.035
+        assert 0.02 < added["fp8"] < 0.035

@@ -13,6 +13,7 @@ from moqext.reference.activations import (
     quantize_fp8_token,
     quantize_int8_static,
     quantize_int8_token,
+    quantize_mxfp8,
     quantize_nvfp4,
 )
 from moqext.reference.experts import expert_activation, expert_input_scale, experts_reference
@@ -44,6 +45,7 @@ __all__ = [
     "quantize_fp8_token",
     "quantize_int8_static",
     "quantize_int8_token",
+    "quantize_mxfp8",
     "quantize_nvfp4",
     "quantize_weight",
     "rms_norm",

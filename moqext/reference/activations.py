@@ -160,6 +160,39 @@ def _rounded_int8(x: F32, scale: F32 | np.float32) -> F32:
         return np.clip(np.rint(quotient), np.float32(-128.0), np.float32(127.0)).astype(np.float32)
 
 
+def quantize_mxfp8(x: ArrayLike, group_size: int = 32) -> tuple[Array, Array]:
+    """E4M3 codes with a power of two per token and group, the least that keeps amax within 448.
+
+        scale = 2^ceil(log2(amax_of_group / 448)), from 2^-127 to 2^127; 2^-127 for a group of zeros
+        code  = e4m3(x / scale)
+
+    Every division is exact. It is what the exporter calibrates MXFP8 for, and how it stores weights.
+
+    Args:
+        x: [..., K], K a multiple of the group size.
+        group_size: values to a scale.
+
+    Returns:
+        uint8 codes of the shape of x, and E8M0 codes of scales, uint8 [..., K / group_size].
+
+    Raises:
+        ValueError: K is no multiple of the group size.
+    """
+    values = as_float32(x)
+    if values.shape[-1] % group_size:
+        raise ValueError(f"x: the last axis must be a multiple of {group_size}, got shape {values.shape}")
+    groups = values.reshape(*values.shape[:-1], values.shape[-1] // group_size, group_size)
+    scale = power_above(_amax(groups), E4M3_MAX)
+    quotient = np.ldexp(groups.astype(np.float64), 127 - scale.astype(np.int64)[..., None])
+    return encode(quotient.reshape(values.shape), "e4m3"), scale
+
+
+def power_above(amax: F32, limit: float) -> Array:
+    """E8M0 code of the smallest power of two that brings amax to the limit; 0 for a group of zeros."""
+    fraction, exponent = np.frexp(amax.astype(np.float64) / limit)
+    return np.where(amax > 0, np.clip(exponent - (fraction == 0.5) + 127, 0, 254), 0).astype(np.uint8)
+
+
 class NVFP4Activation(NamedTuple):
     """Codes (uint8 pairs, [..., K / 2]), E4M3 block scales (uint8, [..., K / 16]) and second-level scale."""
 

@@ -11,6 +11,7 @@ from moqext.reference.activations import (
     quantize_fp8_token,
     quantize_int8_static,
     quantize_int8_token,
+    quantize_mxfp8,
     quantize_nvfp4,
 )
 from moqext.reference.numbers import F32, F64, Array, as_float32, decode, plain_array, round_to
@@ -44,6 +45,9 @@ EXACT = {
 }
 FOLDED = (*NVFP4_FAMILY, "W4A8_NVFP4_FP8", *MXFP4_FAMILY, "MXFP8")
 """Algorithms with compute="fp8"."""
+MX_ACTIVATIONS = ("MXFP4", "MXFP8")
+"""Algorithms with compute="mxfp8", which no kernel has."""
+COMPUTES = {"exact": tuple(EXACT), "fp8": FOLDED, "fp4": NVFP4_FAMILY, "mxfp8": MX_ACTIVATIONS}
 
 
 def linear(
@@ -73,6 +77,9 @@ def linear(
     for MXFP4 and MXFP8 (`fold_mxfp4`, `fold_mxfp8`) and, with x in E4M3 per tensor, for W4A8_NVFP4_FP8 and
     W4A8_MXFP4_FP8.
 
+    `compute="mxfp8"` leaves the weight of MXFP4 and MXFP8 as it is, and quantizes x with `quantize_mxfp8`, as
+    MXFP8 was calibrated. It is there to compare with; no kernel has it.
+
     pre_quant_scale multiplies x before it is quantized; the product is rounded to float32 and then to the
     dtype of x. lora_a and lora_b act on the smoothed, unquantized x.
 
@@ -80,7 +87,7 @@ def linear(
         x: [..., K]; float32 or float16, or bfloat16 (also as float32 values or as uint16 carrier).
         params: checkpoint tensors of one linear by role, as for `dequantize`.
         quant_algo: canonical name.
-        compute: "exact", "fp4" or "fp8".
+        compute: "exact", "fp4", "fp8" or "mxfp8".
         bias: (N,); default params["bias"] where there is one.
         group_size: as for `dequantize`.
         x_dtype: what x is, where it is an array of float32 that holds "bfloat16" or "float16" values.
@@ -119,12 +126,12 @@ def _dtype_of(x: ArrayLike) -> str:
 
 def multiplied_weight(params: Params, quant_algo: str, compute: str, group_size: int | None) -> F64:
     """The weight [N, K] as it is multiplied: what codes and scales mean, or with "fp8" its folded codes."""
-    if compute == "exact" and quant_algo not in EXACT:
-        raise ValueError(f"quant_algo: linear knows {', '.join(EXACT)}, got {quant_algo!r}")
-    if compute not in ("exact", "fp8", "fp4"):
-        raise ValueError(f"compute: expected exact, fp8 or fp4, got {compute!r}")
-    known = FOLDED if compute == "fp8" else NVFP4_FAMILY
-    if compute != "exact" and quant_algo not in known:
+    if compute not in COMPUTES:
+        raise ValueError(f"compute: expected {', '.join(COMPUTES)}, got {compute!r}")
+    known = COMPUTES[compute]
+    if compute == "exact" and quant_algo not in known:
+        raise ValueError(f"quant_algo: linear knows {', '.join(known)}, got {quant_algo!r}")
+    if quant_algo not in known:
         raise ValueError(f"compute: {compute} is for {', '.join(known)} only, got {quant_algo!r}")
     if compute != "fp8":
         return weight64(params, quant_algo, group_size=group_size)
@@ -139,9 +146,9 @@ def multiplied_weight(params: Params, quant_algo: str, compute: str, group_size:
 
 
 def treatment(quant_algo: str, compute: str) -> str:
-    """The form that activations get: "tensor", "token", "group", "nvfp4", "int8", or "untouched"."""
-    if compute == "fp4":
-        return "nvfp4"
+    """The form that activations get: "tensor", "token", "group", "nvfp4", "int8", "mxfp8", or "untouched"."""
+    if compute in ("fp4", "mxfp8"):
+        return "nvfp4" if compute == "fp4" else compute
     exact = EXACT[quant_algo]
     return "token" if compute == "fp8" and exact == "untouched" else exact
 
@@ -183,6 +190,11 @@ def multiplied_activation(
         return quantize_nvfp4(x, params.get("input_scale")).dequantize()
     if kind == "untouched":
         return x.astype(np.float64)
+    if kind == "mxfp8":
+        codes, powers = quantize_mxfp8(x, group_size or 32)
+        return decode(codes, "e4m3").astype(np.float64) * np.exp2(powers.astype(np.float64) - 127).repeat(
+            group_size or 32, axis=-1
+        )
     if kind == "int8" and "input_scale" in params:
         given = scalar(params["input_scale"], "input_scale")
         return quantize_int8_static(x, given).astype(np.float64) * np.float64(given)

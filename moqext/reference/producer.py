@@ -8,6 +8,7 @@ Smoothing is not done here: for the AWQ, SVD and SmoothQuant algorithms pass W /
 import numpy as np
 from numpy.typing import ArrayLike
 
+from moqext.reference.activations import power_above, quantize_mxfp8
 from moqext.reference.numbers import (
     E2M1_MAX,
     E4M3_MAX,
@@ -129,16 +130,10 @@ def _nvfp4(values: F32, second: np.float32, group_size: int) -> dict[str, Array]
     return {"weight": codes, "weight_scale": block_scale, "weight_scale_2": _as_array(second)}
 
 
-def _power_above(amax: F32, limit: float) -> Array:
-    """E8M0 code of the smallest power of two that brings amax to the limit; 0 for a group of zeros."""
-    fraction, exponent = np.frexp(amax.astype(np.float64) / limit)
-    return np.where(amax > 0, np.clip(exponent - (fraction == 0.5) + 127, 0, 254), 0).astype(np.uint8)
-
-
 def _mxfp4(values: F32, group_size: int) -> dict[str, Array]:
     """Ties round toward zero; the sign bit is that of "not positive", so a zero becomes -0."""
     groups = _groups(values, group_size)
-    scale = _power_above(np.abs(groups).max(axis=-1), E2M1_MAX)
+    scale = power_above(np.abs(groups).max(axis=-1), E2M1_MAX)
     quotient = np.ldexp(groups.astype(np.float64), 127 - scale.astype(np.int64)[..., None])
     index = np.searchsorted(E2M1_THRESHOLDS, np.abs(quotient), side="left")
     nibbles = (index | np.where(quotient > 0, 0, 8)).astype(np.uint8)
@@ -146,10 +141,8 @@ def _mxfp4(values: F32, group_size: int) -> dict[str, Array]:
 
 
 def _mxfp8(values: F32, group_size: int) -> dict[str, Array]:
-    groups = _groups(values, group_size)
-    scale = _power_above(np.abs(groups).max(axis=-1), E4M3_MAX)
-    quotient = np.ldexp(groups.astype(np.float64), 127 - scale.astype(np.int64)[..., None])
-    return {"weight": encode(quotient.reshape(values.shape), "e4m3"), "weight_scale": scale}
+    codes, scale = quantize_mxfp8(_groups(values, group_size), group_size)
+    return {"weight": codes.reshape(values.shape), "weight_scale": scale[..., 0]}
 
 
 def _int4(values: F32, group_size: int) -> dict[str, Array]:

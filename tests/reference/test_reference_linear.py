@@ -145,6 +145,32 @@ def test_all_zero_linear_gives_zeros_in_every_way_to_compute(compute, rng):
     np.testing.assert_array_equal(linear(x, params, "NVFP4", compute=compute), np.zeros((3, 8)))
 
 
+def test_activations_in_mxfp8_are_as_weights_in_mxfp8(rng):
+    x = (rng.standard_normal((7, 96)) * np.exp2(rng.integers(-30, 30, (7, 1)))).astype(np.float32)
+    x[2], x[3, :40] = 0, 448 * 2.0 ** rng.integers(-9, 9, 40)
+    x[4, 5] = np.nan
+    codes, scale = reference.quantize_mxfp8(x[np.newaxis])
+    stored = quantize_weight(x, "MXFP8")
+    np.testing.assert_array_equal(scale[0], stored["weight_scale"])
+    np.testing.assert_array_equal(codes[0], stored["weight"])
+    amax = np.abs(x[3].reshape(3, 32)).max(axis=1)
+    assert np.exp2(scale[0, 3].astype(float) - 127)[0] * 448 == amax[0]  # no next power at a bound
+    with pytest.raises(ValueError, match="x: the last axis must be a multiple of 32, got shape"):
+        reference.quantize_mxfp8(x[:, :40])
+
+
+@pytest.mark.parametrize("algo", ["MXFP8", "MXFP4"])
+def test_mxfp8_activations_times_the_exact_weight(rng, algo):
+    params = quantize_weight(rng.standard_normal((16, 64)).astype(np.float32), algo)
+    x = rng.standard_normal((5, 64)).astype(np.float32)
+    meant = reference.dequantize(quantize_weight(x, "MXFP8"), "MXFP8").astype(np.float64)
+    weight = reference.dequantize(params, algo).astype(np.float64)
+    y = linear(x, params, algo, compute="mxfp8", out_dtype="float64")
+    np.testing.assert_allclose(y, meant @ weight.T, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="compute: mxfp8 is for MXFP4, MXFP8 only, got 'NVFP4'"):
+        linear(x, params, "NVFP4", compute="mxfp8")
+
+
 def test_rounding_to_bfloat16_and_float16_happens_once():
     """Values that would go the other way if they passed through float32 first."""
     assert reference.round_to(np.array([1 + 2.0**-8 + 2.0**-40]), "bfloat16") == 1 + 2.0**-7
