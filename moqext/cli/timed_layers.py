@@ -146,10 +146,11 @@ def _linear_methods(records: Sequence[LayerRecord], options: dict[str, Any]) -> 
     partitions = [rows for record in records for rows in record.out_partitions]
     facts = ALGORITHMS.get(first.quant_algo)
     scaled = facts is not None and facts.linear == "e4m3_tensor"
+    coded = scaled and facts is not None and not facts.pre_quant_scale
     for one_scale in (False, True) if scaled and len(partitions) > 1 else (False,):
         about = {"group_size": first.group_size, "one_input_scale": one_scale, **options}
         yield LinearMethod(first.quant_algo, first.shape[1], partitions, **about)
-        if scaled and (one_scale or len(partitions) == 1):
+        if coded and (one_scale or len(partitions) == 1):
             yield LinearMethod(first.quant_algo, first.shape[1], partitions, quantized_input=True, **about)
 
 

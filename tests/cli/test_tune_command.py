@@ -58,6 +58,14 @@ def test_layers_of_the_checkpoint_find_it(data, path, capsys):
     assert not told["refused"]
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "int4_awq", "w4a8_awq", "int8_sq", "w4a8_mxfp4_fp8", "fp8_pc_pt"])
+def test_every_format_has_times(data, path, capsys, name):
+    assert run(data, f"checkpoints/llama_{name}", "--tokens", "2", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["layers"]) >= 4
+    assert not told["refused"]
+
+
 def test_what_does_not_run_is_named(tmp_path, rng, path, capsys):
     write_svd(tmp_path / "svd", rng)
     assert run(tmp_path, "svd") == 2
