@@ -270,9 +270,11 @@ def test_every_cuda_build_has_cublaslt_without_its_header(tree, tmp_path, fakes)
     sources = compiled(build(tree, tmp_path, **fakes))
     assert {path for path in sources if "cublaslt" in path and "binding" not in path} == {
         "csrc/cuda/linear/linear_cublaslt.c",
+        "csrc/cuda/linear/linear_cublaslt.cu",
+        "csrc/cuda/linear/linear_cublaslt_general.c",
+        "csrc/cuda/linear/linear_cublaslt_general.cu",
         "csrc/cuda/runtime/cublaslt.cu",
         "csrc/cuda/runtime/cublaslt_matmul.cu",
-        "csrc/cuda/linear/linear_cublaslt.cu",
     }
     included = re.compile(r"#\s*include\s*[<\"]cublas")
     assert [path for path in (ROOT / "csrc").rglob("*.*") if included.search(path.read_text())] == []
