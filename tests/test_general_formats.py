@@ -196,3 +196,19 @@ def test_layers_of_genuine_checkpoints_run(rng, data, name):
             params = {role: checkpoint.tensor(tensor) for role, tensor in record.tensors.items()}
             expected = reference.linear(x, params, record.quant_algo, out_dtype="float64")
             assert_close(layer(x), expected, "float32")
+
+
+@each("isa", ISAS)
+@each("algo, group_size", [("W4A16_AWQ", 48), ("W4A16_AWQ", 720), ("MXFP8", 32)])
+def test_groups_may_end_within_a_tile(rng, monkeypatch, isa, algo, group_size):
+    """Columns are decoded by 512, which groups of 48 and of 720 do not divide."""
+    if ISAS.index(isa) > HERE or isa in ISAS[3:]:
+        return
+    monkeypatch.setenv("MOQEXT_KERNEL", f"cpu:{isa}")
+    params = reference.quantize_weight(
+        rng.standard_normal((34, 1440)).astype(np.float32), algo, group_size=group_size
+    )
+    method = LinearMethod(algo, 1440, [34], dtype="float32", group_size=group_size)
+    x = rng.standard_normal((5, 1440)).astype(np.float32)
+    expected = reference.linear(x, params, algo, group_size=group_size, out_dtype="float64")
+    assert_close(method(x, method.prepare(params)), expected, "float32")

@@ -12,6 +12,21 @@
 /* Values that pass through the stack at once; whole groups of NVFP4. */
 #define PIECE 512
 
+static void decode_int8(const int8_t *src, int64_t n, float *dst) {
+    for (int64_t i = 0; i < n; i++)
+        dst[i] = src[i];
+}
+
+static void decode_int4(const uint8_t *src, int shift, int64_t n, float *dst) {
+    for (int64_t i = 0; i < n; i++)
+        dst[i] = (float)((((src[i] >> shift) & 15) ^ 8) - 8);
+}
+
+static void multiply_groups(float *values, int64_t n, int64_t group, const float *factors) {
+    for (int64_t i = 0; i < n; i++)
+        values[i] *= factors[i / group];
+}
+
 static float amax_of_floats(const float *x, int64_t n) {
     float largest = 0.0f;
     for (int64_t i = 0; i < n; i++) {
@@ -105,7 +120,8 @@ static void nvfp4(moq_dtype dtype, const void *src, int64_t n, float scale_2, ui
 }
 
 const moq_row_kernels moq_row_kernels_portable = {
-    moq_decode_row, moq_encode_row, scale, amax, multiply_e4m3, divide_e4m3, nvfp4,
+    moq_decode_row, moq_encode_row, decode_int8,   decode_int4, multiply_groups,
+    scale,          amax,           multiply_e4m3, divide_e4m3, nvfp4,
 };
 
 const moq_row_kernels *moq_cpu_row_kernels(void) {

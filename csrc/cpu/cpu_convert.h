@@ -13,6 +13,11 @@ typedef struct {
     /* Conversions as moq_decode_row and moq_encode_row of core/formats.h do them. */
     void (*decode)(moq_dtype dtype, const void *src, int64_t n, float *dst);
     void (*encode)(moq_dtype dtype, const float *src, int64_t n, void *dst);
+    /* Codes of int8 as numbers, and of int4: four bits of each byte from bit `shift` on, 0 or 4. */
+    void (*decode_int8)(const int8_t *src, int64_t n, float *dst);
+    void (*decode_int4)(const uint8_t *src, int shift, int64_t n, float *dst);
+    /* values *= the factor of each `group`, of which the last may have less. */
+    void (*multiply_groups)(float *values, int64_t n, int64_t group, const float *factors);
     /* out = values * a * b, the exact product of numbers with at most 53 bits in all, rounded once;
      * +0 where a or b is 0. If `odd`, ready to be encoded: what the product rounded at once to a
      * type of at most 22 bits of precision is, encode makes of it. */

@@ -167,6 +167,35 @@ static void decode_e2m1(const uint8_t *src, int64_t n, float *dst) {
     }
 }
 
+static void decode_int8(const int8_t *src, int64_t n, float *dst) {
+    int64_t whole = n - n % LANES;
+    for (int64_t i = 0; i < whole; i += LANES)
+        V(storeu_ps)(dst + i, V(cvtepi32_ps)(V(cvtepi8_epi32)(QUARTER(src + i))));
+    portable->decode_int8(src + whole, n - whole, dst + whole);
+}
+
+/* The sign bit of four moves to where subtraction takes it for one of more. */
+static void decode_int4(const uint8_t *src, int shift, int64_t n, float *dst) {
+    int64_t whole = n - n % LANES;
+    vec_i eight = V(set1_epi32)(8), four_bits = V(set1_epi32)(15);
+    for (int64_t i = 0; i < whole; i += LANES) {
+        vec_i bytes = V(srl_epi32)(V(cvtepu8_epi32)(QUARTER(src + i)), _mm_cvtsi32_si128(shift));
+        vec_i code = V(sub_epi32)(XOR(AND(bytes, four_bits), eight), eight);
+        V(storeu_ps)(dst + i, V(cvtepi32_ps)(code));
+    }
+    portable->decode_int4(src + whole, shift, n - whole, dst + whole);
+}
+
+static void multiply_groups(float *values, int64_t n, int64_t group, const float *factors) {
+    for (int64_t at = 0; at < n; at += group, factors++) {
+        int64_t count = n - at < group ? n - at : group, whole = count - count % LANES;
+        for (int64_t i = at; i < at + whole; i += LANES)
+            V(storeu_ps)(values + i, V(mul_ps)(V(loadu_ps)(values + i), V(set1_ps)(*factors)));
+        for (int64_t i = at + whole; i < at + count; i++)
+            values[i] *= *factors;
+    }
+}
+
 INLINE vec_i bf16_word(vec_f x) {
     vec_i bits = BITS(x), one = V(set1_epi32)(1);
     vec_i odd = AND(V(srli_epi32)(bits, 16), one);
@@ -408,4 +437,5 @@ static void divide_e4m3(moq_dtype dtype, const void *src, int64_t n, int64_t gro
 
 #include "cpu/nvfp4_vector.h"
 
-const moq_row_kernels KERNELS = {decode, encode, scale, amax, multiply_e4m3, divide_e4m3, nvfp4};
+const moq_row_kernels KERNELS = {decode, encode, decode_int8,   decode_int4, multiply_groups,
+                                 scale,  amax,   multiply_e4m3, divide_e4m3, nvfp4};
