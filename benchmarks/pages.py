@@ -3,7 +3,8 @@
     python -m benchmarks.pages
 
 A page has `<!-- NAME -->` and `<!-- /NAME -->` around what is written: the summary of a subject of
-`benchmarks.subjects`, or the table of speed (`speed`). `python -m benchmarks.tables` prints the full tables.
+`benchmarks.subjects`, or a table: of speed (`speed`), or of formats without a subject (`general`).
+`python -m benchmarks.tables` prints the full tables.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pairs, record
+from benchmarks import fit, pairs, record
 from benchmarks.goals import geomean
 from benchmarks.grid import table
-from benchmarks.layers import W4A16
+from benchmarks.layers import W4A16, shape_of
 from benchmarks.pairs import RANGES, Pair, range_of
 from benchmarks.subjects import SUBJECTS, Subject
 
@@ -64,6 +65,32 @@ def speed() -> str:
         )
     head = ["regime", "moqext", "best public peer", "ratio", "mean of the regime's cells", "source"]
     return table(head, body)
+
+
+GENERAL = {
+    "MXFP8": "MXFP8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "MXFP8, fp8",
+    "W8A16": "W8A16",
+    "W8A8_SQ_PER_CHANNEL": "W8A8",
+    "W4A16_AWQ": "AWQ",
+}
+"""Columns of the table of other formats, by their layer in benchmarks/times; with `fp8` MXFP8 is FP8."""
+
+
+def general() -> str:
+    """Microseconds of the chosen kernels of one layer in other formats, beside bfloat16 of torch."""
+    times, where = fit.read(), "28672x4096"
+    plain = {
+        row["tokens"]: row["seconds"] * 1e6
+        for row in record.read_all("linear_cuda")["h200"]["rows"]
+        if row["quant_algo"] == "bfloat16" and tuple(row["shape"]) == shape_of(where)
+    }
+    body = []
+    for tokens in (1, 16, 64, 256, 1024, 4096):
+        cells = [fit.Cell("H200 SXM", layer, where, tokens) for layer in GENERAL]
+        own = [times[cell][fit.chosen(cell, times[cell])] for cell in cells]
+        body.append([str(tokens), *(f"{time:.0f}" for time in (plain[tokens], *own))])
+    return table(["tokens", "bfloat16", *GENERAL.values()], body, left=0)
 
 
 def summary(measured: Sequence[Pair], by_case: bool) -> str:
@@ -184,7 +211,8 @@ def fill(page: str) -> str:
 
 def made(name: str) -> str:
     """The text that a marker's name stands for."""
-    return speed() if name == "speed" else section(name)
+    tables = {"speed": speed, "general": general}
+    return tables[name]() if name in tables else section(name)
 
 
 def files() -> dict[Path, str]:

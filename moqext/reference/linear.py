@@ -147,8 +147,10 @@ def multiplied_weight(params: Params, quant_algo: str, compute: str, group_size:
 
 def treatment(quant_algo: str, compute: str) -> str:
     """The form that activations get: "tensor", "token", "group", "nvfp4", "int8", "mxfp8", or "untouched"."""
-    if compute in ("fp4", "mxfp8"):
-        return "nvfp4" if compute == "fp4" else compute
+    if compute == "mxfp8":
+        return "mxfp8"
+    if compute == "fp4":
+        return "nvfp4"
     exact = EXACT[quant_algo]
     return "token" if compute == "fp8" and exact == "untouched" else exact
 

@@ -39,9 +39,6 @@ namespace moq::cublaslt {
 
 #define WHAT  "linear by cuBLASLt"
 #define ALPHA 16 /* bytes from one alpha to the next */
-/* Workspace given to the library, as NVIDIA recommends for each generation. */
-#define MEMORY_HOPPER  (32 << 20)
-#define MEMORY_EARLIER (4 << 20)
 
 static moq_scaling scaling_of(const moq_linear_spec *spec) {
     if (spec->weight == MOQ_WEIGHT_E4M3_BLOCK)
@@ -87,10 +84,6 @@ typedef struct {
     moq_dtype sums_dtype;
 } layout;
 
-static bool is_aligned(const void *pointer) {
-    return (uintptr_t)pointer % 16 == 0;
-}
-
 /* Reserves the next part of the workspace. */
 static int64_t take(layout *l, int64_t bytes) {
     int64_t at = l->end;
@@ -100,10 +93,11 @@ static int64_t take(layout *l, int64_t bytes) {
 
 static void results_layout(const moq_linear_call *call, const moq_output *y, layout *l) {
     int64_t size = (int64_t)moq_dtype_size(y->dtype), n = call->spec->out_features;
-    bool rows_fit =
-        is_aligned(y->data) && (call->m == 1 || (y->stride >= n && y->stride * size % 16 == 0));
+    bool rows_fit = moq_cublaslt_takes(y->data) &&
+                    (call->m == 1 || (y->stride >= n && y->stride * size % 16 == 0));
     l->scales_after = scales_after(call);
-    l->fused_bias = y->bias && !l->scales_after && y->bias_dtype == y->dtype && is_aligned(y->bias);
+    l->fused_bias =
+        y->bias && !l->scales_after && y->bias_dtype == y->dtype && moq_cublaslt_takes(y->bias);
     l->direct = rows_fit && l->rows == call->m && !l->scales_after && (!y->bias || l->fused_bias);
     bool exact = l->scales_after || (y->bias && !l->fused_bias); /* rounded by the last kernel */
     l->sums_dtype = exact ? MOQ_DT_F32 : y->dtype;
@@ -155,11 +149,11 @@ static layout workspace_layout(const moq_linear_call *call) {
     l.columns = round_up(blocks, 4);
     l.code_bytes = nvfp4 ? k / 2 : k;
     l.folds = folds;
-    l.moves_scales = block   ? l.columns != blocks || !is_aligned(call->weight_scale)
-                     : nvfp4 ? !is_aligned(call->weight_scale)
-                             : !folds && !is_aligned(call->output_scale);
+    l.moves_scales = block   ? l.columns != blocks || !moq_cublaslt_takes(call->weight_scale)
+                     : nvfp4 ? !moq_cublaslt_takes(call->weight_scale)
+                             : !folds && !moq_cublaslt_takes(call->output_scale);
     l.aligns_inputs = scaling_of(spec) == MOQ_SCALED_TENSOR && call->input_scale &&
-                      (spec->partition_count > 1 || !is_aligned(call->input_scale));
+                      (spec->partition_count > 1 || !moq_cublaslt_takes(call->input_scale));
     results_layout(call, &y, &l);
     l.repeats_scale = moq_cublaslt_shares_scale(spec) && !l.scales_after;
     l.codes = take(&l, spec->quantized_input ? 0 : l.rows * l.code_bytes);
@@ -176,7 +170,7 @@ static layout workspace_layout(const moq_linear_call *call) {
     l.quantize = take(&l, moq_cuda_quantize_workspace(&q));
     l.sums = take(
         &l, l.direct ? 0 : l.rows * spec->out_features * (int64_t)moq_dtype_size(l.sums_dtype));
-    l.library_bytes = spec->target.capability >= 90 ? MEMORY_HOPPER : MEMORY_EARLIER;
+    l.library_bytes = moq_cublaslt_memory(spec);
     l.library = take(&l, l.library_bytes);
     MOQ_ASSERT((l.codes | l.x_scale | l.w_codes | l.w_scale | l.sums | l.library) % 256 == 0);
     MOQ_ASSERT(l.library + l.library_bytes <= l.end);

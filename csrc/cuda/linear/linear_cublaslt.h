@@ -5,6 +5,16 @@
 
 #include "core/linear.h"
 
+/* Bytes of workspace given to the library, as NVIDIA recommends for each generation. */
+static inline int64_t moq_cublaslt_memory(const moq_linear_spec *spec) {
+    return spec->target.capability >= 90 ? 32 << 20 : 4 << 20;
+}
+
+/* Whether the library takes an address: a multiple of 16. */
+static inline bool moq_cublaslt_takes(const void *pointer) {
+    return (uintptr_t)pointer % 16 == 0;
+}
+
 /* Whether x is quantized by one scale that several fused layers share. */
 static inline bool moq_cublaslt_shares_scale(const moq_linear_spec *spec) {
     return spec->input == MOQ_INPUT_E4M3_TENSOR && spec->partition_count > 1 &&

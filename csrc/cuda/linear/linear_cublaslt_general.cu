@@ -16,6 +16,7 @@
 #include "core/sizes.h"
 #include "cuda/linear/any/simt_tile.h"
 #include "cuda/linear/finish_sums.h"
+#include "cuda/linear/linear_cublaslt.h"
 #include "cuda/runtime/cublaslt_api.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/cuda_round.h"
@@ -25,9 +26,6 @@ namespace moq::cublaslt_general {
 using namespace moq::simt;
 
 #define WHAT "linear of codes of 8 or 4 bits by cuBLASLt"
-/* Workspace given to the library, as NVIDIA recommends for each generation. */
-#define MEMORY_HOPPER  (32 << 20)
-#define MEMORY_EARLIER (4 << 20)
 /* Numbers of W, and sums, in the workspace at a time. */
 #define MOST (64 << 20)
 
@@ -42,10 +40,6 @@ typedef struct {
     bool fused_bias;    /* and adds the bias */
     int64_t x, w, sums, library, library_bytes, end;
 } layout;
-
-static bool is_aligned(const void *pointer) {
-    return (uintptr_t)pointer % 16 == 0;
-}
 
 static int64_t take(layout *l, int64_t bytes) {
     int64_t at = l->end;
@@ -65,7 +59,8 @@ static moq_cuda_round rounding(const moq_linear_call *call, const layout *l) {
 /* Returns whether the library can write y as it lies. */
 static bool writes_directly(const moq_linear_call *call, const moq_output *y, bool fused_bias) {
     int64_t n = call->spec->out_features;
-    bool rows_fit = is_aligned(y->data) && (call->m == 1 || (y->stride >= n && y->stride % 8 == 0));
+    bool rows_fit =
+        moq_cublaslt_takes(y->data) && (call->m == 1 || (y->stride >= n && y->stride % 8 == 0));
     return call->spec->weight == MOQ_WEIGHT_E4M3_GROUP && !rounds(call) && rows_fit &&
            (!y->bias || fused_bias);
 }
@@ -89,14 +84,14 @@ static layout workspace_layout(const moq_linear_call *call) {
                  : int8 && spec->dtype == MOQ_DT_F16 ? MOQ_DT_F16
                                                      : MOQ_DT_BF16;
     l.passes = spec->weight == MOQ_WEIGHT_INT4_GROUP ? 2 : 1;
-    l.fused_bias = y.bias && y.bias_dtype == y.dtype && is_aligned(y.bias);
+    l.fused_bias = y.bias && y.bias_dtype == y.dtype && moq_cublaslt_takes(y.bias);
     l.direct = writes_directly(call, &y, l.fused_bias);
     l.rows = rows_at_a_time(call, &l);
     moq_cuda_round r = rounding(call, &l);
     l.x = take(&l, rounds(call) ? moq_cuda_round_bytes(&r) : 0);
     l.w = take(&l, l.widens ? l.passes * l.rows * spec->in_features * 2 : 0);
     l.sums = take(&l, l.direct ? 0 : call->m * l.rows * (int64_t)sizeof(float));
-    l.library_bytes = spec->target.capability >= 90 ? MEMORY_HOPPER : MEMORY_EARLIER;
+    l.library_bytes = moq_cublaslt_memory(spec);
     l.library = take(&l, l.library_bytes);
     return l;
 }
