@@ -83,7 +83,7 @@ def test_library_takes_rows_with_gaps_and_unaligned_outputs(rng: Any, monkeypatc
 
 
 def test_nan_stays_where_x_becomes_int8(rng: Any, monkeypatch: Any) -> None:
-    for kernel in ("cuda:simt", "cuda:sm80_general", "cuda:cublaslt_general"):
+    for kernel in ("cuda:simt", "cuda:sm80_general", "cuda:cublaslt_general", "cuda:sm90_int8_prefill"):
         monkeypatch.setenv("MOQEXT_KERNEL", kernel)
         for input_scale in (True, False):
             case = random_case(rng, "W8A8_SQ_PER_CHANNEL", 64, [32], input_scale=input_scale)

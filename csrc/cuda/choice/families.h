@@ -13,6 +13,7 @@
     X(SM89_FP8)                                                                                    \
     X(SM80_FP8)                                                                                    \
     X(SM90_FP8_PREFILL)                                                                            \
+    X(SM90_INT8_PREFILL)                                                                           \
     X(SM90_NVFP4_DECODE)                                                                           \
     X(SM80_GENERAL)                                                                                \
     X(SM80_NVFP4)                                                                                  \

@@ -672,6 +672,12 @@ template <int count> static __device__ __forceinline__ void stay_here(float (&d)
         asm volatile("" : "+f"(d[i])::"memory");
 }
 
+template <int count> static __device__ __forceinline__ void stay_here(int (&d)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; i++)
+        asm volatile("" : "+r"(d[i])::"memory");
+}
+
 /* Waits until at most `pending` groups of this warp are unfinished. */
 template <int pending> static __device__ __forceinline__ void wgmma_wait(void) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");

@@ -81,6 +81,34 @@ WGMMA_E4M3(144, 72, 72, 73, 74)
 
 #undef WGMMA_E4M3
 
+/* ---- int8, from shared memory: exact ---- */
+
+#define INTS_16(d, i)                                                                              \
+    "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]),    \
+        "+r"(d[i + 6]), "+r"(d[i + 7]), "+r"(d[i + 8]), "+r"(d[i + 9]), "+r"(d[i + 10]),           \
+        "+r"(d[i + 11]), "+r"(d[i + 12]), "+r"(d[i + 13]), "+r"(d[i + 14]), "+r"(d[i + 15])
+#define INTS_32(d, i) INTS_16(d, i), INTS_16(d, i + 16)
+#define INTS_64(d, i) INTS_32(d, i), INTS_32(d, i + 32)
+
+#define WGMMA_S8(columns, sums, left, right, more)                                                 \
+    static __device__ __forceinline__ void wgmma_s8(int (&d)[sums], uint64_t a, uint64_t b,        \
+                                                    int add) {                                     \
+        asm volatile("{\n"                                                                         \
+                     ".reg .pred p;\n"                                                             \
+                     "setp.ne.b32 p, %" #more ", 0;\n"                                             \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k32.s32.s8.s8"                  \
+                     " {" NUMBERS_##sums "}, %" #left ", %" #right ", p;\n"                        \
+                                         "}"                                                       \
+                     : INTS_##sums(d, 0)                                                           \
+                     : "l"(a), "l"(b), "r"(add));                                                  \
+    }
+
+WGMMA_S8(32, 16, 16, 17, 18)
+WGMMA_S8(64, 32, 32, 33, 34)
+WGMMA_S8(128, 64, 64, 65, 66)
+
+#undef WGMMA_S8
+
 /* ---- 16-bit matrices, A from registers: d += A B^T for 16 columns. A thread has the rows of A
  * that it has of d: a[0] columns t % 4 * 2 (+ 1) of the upper row, a[1] of the lower, a[2] and a[3]
  * the columns 8 further. Neither a nor d may be touched before the product has ended. ---- */

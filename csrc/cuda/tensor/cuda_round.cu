@@ -36,18 +36,22 @@ static __device__ __forceinline__ float block_max(float value) {
     return __uint_as_float(all);
 }
 
-/* Finds the largest magnitude of each row; NaN is above all. */
-static __global__ void __launch_bounds__(THREADS)
-    find_row_amax(const __grid_constant__ round_args a) {
-    launch_dependents();
-    wait_for_predecessor();
+/* Returns the largest magnitude of the block's row, in all threads; NaN is above all. */
+static __device__ __forceinline__ float row_amax(const round_args &a) {
     float most = 0.0f;
     for (int64_t column = threadIdx.x * 16; column < a.k; column += THREADS * 16) {
         float value[16];
         moq_load_values(&a.x, blockIdx.x, column, a.k, value);
         most = __uint_as_float(max(__float_as_uint(most), moq_amax_bits(value)));
     }
-    most = block_max(most);
+    return block_max(most);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    find_row_amax(const __grid_constant__ round_args a) {
+    launch_dependents();
+    wait_for_predecessor();
+    float most = row_amax(a);
     if (threadIdx.x == 0)
         a.amax[blockIdx.x] = most;
 }
@@ -57,7 +61,7 @@ static __device__ __forceinline__ float scale_of_row(const round_args &a) {
     if (a.given)
         return a.given[blockIdx.y];
     if (a.mode == MOQ_INPUT_INT8) {
-        float scale = __fdiv_rn(a.amax[blockIdx.x], MOQ_INT8_MAX);
+        float scale = __fdiv_rn(row_amax(a), MOQ_INT8_MAX);
         return scale < 1.17549435e-38f ? 1.0f : scale; /* FLT_MIN */
     }
     float most = 0.0f;
@@ -166,7 +170,7 @@ extern "C" moq_status moq_cuda_round_rows(const moq_cuda_round *r, const char *w
     args.scale = args.amax + call->m;
     args.to = r->to;
     args.values = r->memory;
-    if (!call->input_scale)
+    if (!call->input_scale && args.mode != MOQ_INPUT_INT8)
         MOQ_TRY(launch(r, what, (const void *)find_row_amax, 1, &args, err));
     return launch(r, what, (const void *)round_rows, (unsigned)copies_of(call), &args, err);
 }

@@ -1,4 +1,4 @@
-/* Configs of the FP8 GEMM on Hopper, and its row: see fp8_prefill_config.h. */
+/* Configs of the FP8 and int8 GEMM on Hopper, and its rows: see fp8_prefill_config.h. */
 #include "cuda/linear/sm90/fp8_prefill_config.h"
 
 #include "cuda/choice/chip.h"
@@ -20,6 +20,7 @@ enum { SHAPE_COUNT = sizeof SHAPES / sizeof *SHAPES, FORMATS = 3 };
 _Static_assert(SHAPE_COUNT <= MOQ_TILING_ROWS, "a config tells every shape");
 
 static const moq_rates RATES[SHAPE_COUNT * FORMATS] = {MOQ_RATES_SM90_FP8_PREFILL};
+static const moq_rates INT8_RATES[SHAPE_COUNT] = {MOQ_RATES_SM90_INT8_PREFILL};
 
 static bool has_pairs(const moq_fp8_prefill_shape *v) {
     return v->share == MOQ_SHARE_WEIGHTS || v->share == MOQ_SHARE_TOKENS;
@@ -77,32 +78,65 @@ static bool work(const moq_problem *p, int config, moq_load *w) {
     w->beside[0] = spec->quantized_input ? 0 : (double)(p->tokens * spec->in_features);
     w->beside[1] = splits ? w->blocks : 0;
     w->beside[2] = w->bytes * idle; /* memory is idle in a last turn of few tiles */
-    w->rates = config + SHAPE_COUNT * (int)(spec->input - MOQ_INPUT_E4M3_TENSOR);
+    bool int8 = spec->input == MOQ_INPUT_INT8;
+    w->rates = config + (int8 ? 0 : SHAPE_COUNT * (int)(spec->input - MOQ_INPUT_E4M3_TENSOR));
     return true;
 }
 
 static const moq_configs CONFIGS = {
     .configs = SHAPE_COUNT, .by_scale = true, .rates = RATES, .work = work};
+static const moq_configs INT8_CONFIGS = {.configs = SHAPE_COUNT, .rates = INT8_RATES, .work = work};
 
 /* Entries of fp8_prefill.cu. */
 MOQ_ENTRY moq_status moq_cuda_fp8_prefill(const moq_linear_call *call, moq_err *err);
 MOQ_ENTRY int64_t moq_cuda_fp8_prefill_workspace(const moq_linear_call *call);
 
-static bool can_run(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
-    if (!moq_is_on_sm90(spec, reason, size) || !moq_suits_fp8_cores(spec, reason, size) ||
-        !moq_is_multiple_of_16("in_features", spec->in_features, reason, size) ||
-        !moq_has_int_rows(spec, reason, size))
-        return false;
-    if (spec->input != MOQ_INPUT_E4M3_TENSOR || spec->partition_count == 1 || spec->one_input_scale)
-        return moq_takes_tokens(m, MOST, reason, size);
+/* True if x is quantized once for all partitions. */
+static bool has_one_x(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (spec->partition_count == 1 || spec->one_input_scale)
+        return true;
     snprintf(reason, size, "quantizes x once, %d partitions may have as many input scales",
              (int)spec->partition_count);
     return false;
 }
 
+/* True if rows of W suit the copy engine. */
+static bool suits_copies(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    return moq_is_multiple_of_16("in_features", spec->in_features, reason, size) &&
+           moq_has_int_rows(spec, reason, size) && moq_takes_tokens(m, MOST, reason, size);
+}
+
+static bool can_run(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    return moq_is_on_sm90(spec, reason, size) && moq_suits_fp8_cores(spec, reason, size) &&
+           suits_copies(spec, m, reason, size) &&
+           (spec->input != MOQ_INPUT_E4M3_TENSOR || has_one_x(spec, reason, size));
+}
+
+static bool is_int8(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!moq_is_general(spec, reason, size))
+        return false;
+    if (spec->weight == MOQ_WEIGHT_INT8_ROW && spec->input == MOQ_INPUT_INT8)
+        return true;
+    snprintf(reason, size, "multiplies int8 weights by int8 activations, %s has others",
+             spec->algo);
+    return false;
+}
+
+static bool can_run_int8(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    return moq_is_on_sm90(spec, reason, size) && is_int8(spec, reason, size) &&
+           suits_copies(spec, m, reason, size) && has_one_x(spec, reason, size);
+}
+
 const moq_linear_kernel MOQ_LINEAR_SM90_FP8_PREFILL = {
     {"cuda", "sm90_fp8_prefill", .configs = &CONFIGS, .takes_codes = true},
     can_run,
+    .workspace = moq_cuda_fp8_prefill_workspace,
+    .run = moq_cuda_fp8_prefill,
+};
+
+const moq_linear_kernel MOQ_LINEAR_SM90_INT8_PREFILL = {
+    {"cuda", "sm90_int8_prefill", .configs = &INT8_CONFIGS},
+    can_run_int8,
     .workspace = moq_cuda_fp8_prefill_workspace,
     .run = moq_cuda_fp8_prefill,
 };

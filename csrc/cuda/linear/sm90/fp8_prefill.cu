@@ -1,9 +1,9 @@
-/* FP8 linear for more than a few tokens on Hopper: y[m, n] = round(sum_k X[m, k] W[n, k] * scales +
- * bias[n]).
+/* FP8 or int8 linear for more than a few tokens on Hopper: y[m, n] = round(sum_k X[m, k] W[n, k] *
+ * scales + bias[n]).
  *
- * W is e4m3 [N, K] as the checkpoint has it. X is e4m3 codes [M, K], quantized into the workspace,
- * with group scales [K / 128][tokens]. A block has two consumer warpgroups and a producer warp,
- * with a pipeline of steps of 128 columns.
+ * W is e4m3 or int8 [N, K] as the checkpoint has it. X is e4m3 codes [M, K], quantized into the
+ * workspace, with group scales [K / 128][tokens], or int8 codes with a scale a token. A block has
+ * two consumer warpgroups and a producer warp, with a pipeline of steps of 128 columns.
  *
  * - Few tokens: W gives the rows of the products, so that a tile is as narrow as the tokens. K is
  *   split over the blocks of a cluster, and then over their warpgroups, since a layer has 16 to 64
@@ -27,6 +27,7 @@
 #include "cuda/runtime/tensor_map.h"
 #include "cuda/tensor/cuda_quantize.h"
 #include "cuda/tensor/cuda_quantize_chunk.h"
+#include "cuda/tensor/cuda_round.h"
 
 namespace moq::fp8_prefill {
 
@@ -293,6 +294,59 @@ static __device__ __forceinline__ void make_step(row_worker<S> *o, int step,
     }
 }
 
+/* Makes one step of int8. The products of the step before, in the stage `before`, end under it. */
+template <class S, bool FIRST, bool LAST>
+static __device__ __forceinline__ void make_int8_step(row_worker<S> *o, pipeline_state *before,
+                                                      int (&c)[S::WAVES][S::T / 2],
+                                                      float (&sum)[S::WAVES][S::T / 2]) {
+    constexpr uint32_t STAGE = S::stage / 16, WAVE = 64 * STEP / 16;
+    const consumer_pipeline *t = o->pipeline;
+    pipeline_state own = o->slot;
+    uint32_t left = (uint32_t)t->left + own.index * STAGE;
+    uint32_t right = (uint32_t)t->right + own.index * STAGE;
+    if (!S::together)
+        mbarrier_wait(t->weights + 8u * own.index, own.parity);
+    mbarrier_wait(t->tokens + 8u * own.index, own.parity);
+    advance(&o->slot, t->stages);
+#pragma unroll
+    for (int wave = 0; wave < S::WAVES; wave++) {
+        issue_int8(operand_at(left + wave * WAVE), operand_at(right), !FIRST, c[wave]);
+        if (FIRST && wave == 0)
+            begin_tile<S>(o, sum[S::WAVES - 1]);
+        if (!FIRST && wave == 0) {
+            wgmma_wait<1>();
+            release<S>(t, before);
+        }
+        if (LAST && wave > 0) {
+            wgmma_wait<1>();
+            to_floats(c[0], sum[0]);
+            write_wave<S, 0>(o->a, &o->out, &o->tile.at, &o->terms, sum[0]);
+        }
+    }
+    *before = own;
+}
+
+/* Sums the steps of a whole tile of int8, and leaves its last wave's sums to the caller. */
+template <class S>
+static __device__ __forceinline__ void make_int8_tile(row_worker<S> *o,
+                                                      float (&sum)[S::WAVES][S::T / 2]) {
+    int c[S::WAVES][S::T / 2], steps = o->tile.w.end - o->tile.w.first;
+    pipeline_state before;
+    make_int8_step<S, true, false>(o, &before, c, sum);
+#pragma unroll 1
+    for (int step = 1; step < steps - 1; step++)
+        make_int8_step<S, false, false>(o, &before, c, sum);
+    if (steps > 1)
+        make_int8_step<S, false, true>(o, &before, c, sum);
+    wgmma_wait<0>();
+    release<S>(o->pipeline, &before);
+    to_floats(c[S::WAVES - 1], sum[S::WAVES - 1]);
+    if (steps == 1 && S::WAVES > 1) {
+        to_floats(c[0], sum[0]);
+        write_wave<S, 0>(o->a, &o->out, &o->tile.at, &o->terms, sum[0]);
+    }
+}
+
 /* Sums the steps of a tile, or of a split of one. Whole tiles leave their last wave's sums to the
  * caller, splits all waves. */
 template <class S>
@@ -347,7 +401,10 @@ static __device__ __forceinline__ void make_tiles(const gemm_args *a, const cons
     wait_for_predecessor();
     while (has_steps(&o.next.w)) {
         o.tile = o.next;
-        make_row_tile<S>(&o, sum);
+        if constexpr (S::int8)
+            make_int8_tile<S>(&o, sum);
+        else
+            make_row_tile<S>(&o, sum);
         o.staged = true;
         o.place_before = o.tile.at;
         o.terms_before = o.terms;
@@ -523,7 +580,9 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
         if (S::split_k && blocks_in_cluster() > 1)
             cluster_wait(); /* all blocks of the cluster run */
         fetch_late<S>(a, &tile.at, row, &terms);
-        if constexpr (S::tokens_first)
+        if constexpr (S::int8)
+            multiply_int8<S>(t, tile.w.first, tile.w.end, group, &slot, sum);
+        else if constexpr (S::tokens_first)
             multiply_part<S>(a, t, &tile, sum);
         else
             multiply<S>(t, &tile.block, tile.w.first, tile.w.end, group, &slot, sum);
@@ -637,17 +696,19 @@ static __global__ void __launch_bounds__(S::threads, 1)
 /* Kernels and sizes of a shape of tiles (fp8_prefill_config.h). */
 typedef struct {
     int threads, stage;
-    const void *kernel[2]; /* one scale a token or less; by groups */
+    const void *kernel[OPERANDS];
 } variant;
 
 template <moq_orientation FIRST, int T, int WAVES, moq_sharing SHARE, bool FUSED>
 static variant variant_of(void) {
-    typedef tile<FIRST, T, WAVES, SHARE, false, FUSED> plain;
-    typedef tile<FIRST, T, WAVES, SHARE, !FUSED, FUSED> groups; /* unused where FUSED */
+    typedef tile<FIRST, T, WAVES, SHARE, E4M3, FUSED> plain;
+    typedef tile<FIRST, T, WAVES, SHARE, FUSED ? E4M3 : E4M3_GROUPS, FUSED> groups;
+    typedef tile<FIRST, T, WAVES, SHARE, FUSED ? E4M3 : INT8, FUSED> int8;
     static_assert(plain::rows == MOQ_FP8_PREFILL_ROWS(WAVES, SHARE), "as the choice counts them");
     return {plain::threads,
             plain::stage,
-            {(const void *)fp8_prefill<plain>, (const void *)fp8_prefill<groups>}};
+            {(const void *)fp8_prefill<plain>, (const void *)fp8_prefill<groups>,
+             (const void *)fp8_prefill<int8>}};
 }
 
 #define VARIANT(first, columns, waves, share, fused)                                               \
@@ -684,9 +745,32 @@ static moq_cuda_quantize quantize_of(const moq_linear_call *call) {
     return q;
 }
 
+static operand_format format_of(const moq_linear_call *call) {
+    return call->spec->input == MOQ_INPUT_INT8         ? INT8
+           : call->spec->input == MOQ_INPUT_E4M3_GROUP ? E4M3_GROUPS
+                                                       : E4M3;
+}
+
+static moq_cuda_round rounding(const moq_linear_call *call) {
+    moq_cuda_round r = {call, MOQ_DT_I8, (uint8_t *)call->workspace};
+    return r;
+}
+
+static workspace_layout int8_workspace(const moq_linear_call *call, int64_t tokens) {
+    moq_cuda_round r = rounding(call);
+    workspace_layout w = {.tokens = tokens};
+    w.scales = (int64_t)((uintptr_t)moq_cuda_rounded(&r, 0).scales - (uintptr_t)r.memory);
+    w.bytes = moq_cuda_round_bytes(&r);
+    if (w.bytes < tokens * call->spec->in_features)
+        w.bytes = tokens * call->spec->in_features;
+    return w;
+}
+
 static workspace_layout workspace_layout_of(const moq_linear_call *call,
                                             const moq_fp8_prefill_config *config) {
     const moq_linear_spec *spec = call->spec;
+    if (format_of(call) == INT8)
+        return int8_workspace(call, config->columns * moq_fp8_prefill_tokens(config->shape));
     moq_cuda_quantize q = quantize_of(call);
     bool groups = spec->input == MOQ_INPUT_E4M3_GROUP;
     workspace_layout w = {.tokens = config->columns * moq_fp8_prefill_tokens(config->shape)};
@@ -699,6 +783,10 @@ static workspace_layout workspace_layout_of(const moq_linear_call *call,
 }
 
 static moq_status quantize(const moq_linear_call *call, const workspace_layout *w, moq_err *err) {
+    if (format_of(call) == INT8) {
+        moq_cuda_round r = rounding(call);
+        return moq_cuda_round_rows(&r, "int8 linear", err);
+    }
     uint8_t *workspace = (uint8_t *)call->workspace;
     moq_cuda_quantize q = quantize_of(call);
     q.codes = workspace;
@@ -724,7 +812,8 @@ static gemm_args args_of(const moq_linear_call *call, const moq_fp8_prefill_conf
                    .split_steps = (int)(divide_up(spec->in_features, STEP) / config->cluster),
                    .more_splits = (int)(divide_up(spec->in_features, STEP) % config->cluster),
                    .weights_once = config->columns == 1,
-                   .per_token = spec->input == MOQ_INPUT_E4M3_TOKEN,
+                   .per_token =
+                       spec->input == MOQ_INPUT_E4M3_TOKEN || spec->input == MOQ_INPUT_INT8,
                    .x = moq_rows_of(call->x),
                    .out = moq_output_of(call),
                    .x_scale = given ? call->input_scale : found,
@@ -795,8 +884,8 @@ static moq_status multiply_codes(const moq_linear_call *call, const moq_fp8_pref
     CUtensorMap weights, tokens, outputs;
     MOQ_TRY(moq_cuda_query_device(call->spec->device.index, &device, err));
     gemm_args a = args_of(call, config, w);
-    bool groups = call->spec->input == MOQ_INPUT_E4M3_GROUP;
-    size_t shared = smem_layout(&a, config, groups, device.shared_per_block);
+    operand_format format = format_of(call);
+    size_t shared = smem_layout(&a, config, format == E4M3_GROUPS, device.shared_per_block);
     uint32_t weight_box = (uint32_t)s->weight_rows / (s->share == MOQ_SHARE_WEIGHTS ? 2 : 1);
     uint32_t token_box = token_rows(call, config) / (s->share == MOQ_SHARE_TOKENS ? 2 : 1);
     a.token_bytes = (int)token_rows(call, config) * STEP;
@@ -815,8 +904,8 @@ static moq_status multiply_codes(const moq_linear_call *call, const moq_fp8_pref
                                     2 * call->y->stride[0], 64, err));
     else
         outputs = weights; /* never read */
-    moq_launch launch = {.what = "FP8 linear",
-                         .kernel = v->kernel[groups],
+    moq_launch launch = {.what = format == INT8 ? "int8 linear" : "FP8 linear",
+                         .kernel = v->kernel[format],
                          .grid = moq_fp8_prefill_has_split_k(s)
                                      ? dim3((unsigned)config->cluster, (unsigned)config->row_tiles,
                                             (unsigned)config->columns)

@@ -1,5 +1,6 @@
-/* Mainloop of the FP8 prefill kernel of linears on Hopper (fp8_prefill.cu): the shape of a tile,
- * copies of its operands, and its block scales. fp8_products.h has the products.
+/* Mainloop of the FP8 prefill kernel of linears on Hopper (fp8_prefill.cu), which multiplies int8
+ * too: the shape of a tile, copies of its operands, and its block scales. fp8_products.h and
+ * int8_products.h have the products.
  *
  * A tile is some rows of W by some tokens, a step 128 columns of both in the 128-byte swizzle. One
  * operand gives the 64 rows of wgmma, the other its columns. W gives the rows when there are few
@@ -16,6 +17,7 @@
 #include "cuda/linear/sm90/gemm_epilogue.h"
 #include "cuda/linear/sm90/gemm_pipeline.h"
 #include "cuda/linear/sm90/gemm_scheduler.h"
+#include "cuda/linear/sm90/int8_products.h"
 
 namespace moq::fp8_prefill {
 
@@ -53,16 +55,22 @@ typedef struct {
 
 struct operand_copies;
 
+/* What operands are: e4m3 with a scale a row or less, e4m3 with scales of groups, or int8 with a
+ * scale a row. */
+typedef enum { E4M3, E4M3_GROUPS, INT8, OPERANDS } operand_format;
+
 /* Tile of a block: 128 * WAVES rows of the first operand (half of that for MOQ_SPLIT_K_WARPGROUPS)
  * by T of the other. FUSED: x is quantized in the kernel. */
-template <moq_orientation FIRST, int T_, int WAVES_, moq_sharing SHARE, bool GROUPS, bool FUSED>
+template <moq_orientation FIRST, int T_, int WAVES_, moq_sharing SHARE, operand_format FORMAT,
+          bool FUSED>
 struct tile {
     typedef gemm_args args;
     typedef partition_tiles tiles;
     typedef operand_copies copies;
     static constexpr bool stream_k = false, staggered = false;
     static constexpr int T = T_, WAVES = WAVES_, consumers = CONSUMERS;
-    static constexpr bool groups = GROUPS, tokens_first = FIRST == MOQ_TOKENS_FIRST, fused = FUSED;
+    static constexpr bool groups = FORMAT == E4M3_GROUPS, int8 = FORMAT == INT8;
+    static constexpr bool tokens_first = FIRST == MOQ_TOKENS_FIRST, fused = FUSED;
     static constexpr bool share_weights = SHARE == MOQ_SHARE_WEIGHTS;
     static constexpr bool share_tokens = SHARE == MOQ_SHARE_TOKENS;
     static constexpr bool pair = share_weights || share_tokens;
@@ -77,7 +85,7 @@ struct tile {
      * (docs/lab/fp8-prefill.md). Pairs have to wait for each other. */
     static constexpr int first_copies = pair ? 0 : row_groups * WAVES > 1 ? 1 : 2;
     /* Scales that outputs have. */
-    static constexpr bool row_factors = !GROUPS, token_factors = !GROUPS;
+    static constexpr bool row_factors = !groups, token_factors = !groups;
     static constexpr float unit = 1.0f;
     static constexpr int weight_rows = tokens_first ? T : rows, tokens = tokens_first ? rows : T;
     static constexpr int weight_at = tokens_first ? rows * STEP : 0;
