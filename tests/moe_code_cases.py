@@ -5,9 +5,11 @@ from typing import Any
 import numpy as np
 
 from moqext import MoEMethod, reference
+from moqext.tools.expert_slack import rounds_d, sums_in_cores
 
 from .linear_cases import poisoned
-from .moe_calls import moved
+from .moe_calls import moved, options_of
+from .moe_cases import assert_experts_close
 
 CODED = [
     ("FP8", "exact"),
@@ -53,9 +55,14 @@ def quantized(
     return made.codes, made.block_scale
 
 
-def options_of_codes(scale: Any) -> dict[str, Any]:
-    """Further options of the reference."""
-    return {"quantized_input": True, "x_scale": scale}
+def check_codes(
+    y: Any, method: MoEMethod, stacks: Any, codes: Any, scale: Any, weights: Any, ids: Any, **options: Any
+) -> None:
+    """The contract of outputs, as `moe_calls.check` has it for values."""
+    kernel = method.backend_for(len(codes))
+    of_kernel = {"in_cores": sums_in_cores(kernel), "rounded": rounds_d(kernel, method.dtype)}
+    options |= options_of(method) | {"quantized_input": True, "x_scale": scale}
+    assert_experts_close(y, codes, stacks, weights, ids, **options | of_kernel)
 
 
 def run_codes(

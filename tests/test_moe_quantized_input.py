@@ -10,9 +10,9 @@ import pytest
 from moqext import MoEMethod, UnsupportedQuantization, ops, reference
 
 from .linear_cases import random_x
-from .moe_calls import as_values, options_of, prepared, run
-from .moe_cases import assert_experts_close, random_expert_map, random_routing, random_stacks
-from .moe_code_cases import CODED, input_scale_of, options_of_codes, quantized, run_codes, scheme_of
+from .moe_calls import as_values, prepared, run
+from .moe_cases import random_expert_map, random_routing, random_stacks
+from .moe_code_cases import CODED, check_codes, input_scale_of, quantized, run_codes, scheme_of
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -58,8 +58,7 @@ def test_codes_give_the_bits_of_what_they_were_made_from(rng, device, algo, comp
         weights, ids = routing_with_gaps(rng, tokens, 3, 4)
         codes, scale = quantized(coded, stacks, as_values(x, dtype))
         y = run_codes(coded, params, codes, scale, weights, ids)
-        options = options_of(coded) | options_of_codes(scale)
-        assert_experts_close(y, codes, stacks, weights, ids, **options)
+        check_codes(y, coded, stacks, codes, scale, weights, ids)
         if plain.backend_for(tokens) == coded.backend_for(tokens):
             assert y.tobytes() == run(plain, own, x, weights, ids).tobytes()
 
@@ -82,8 +81,7 @@ def test_scales_of_others(rng, device, algo, compute):
         codes = rng.integers(0, 127, codes.shape, dtype=np.uint8) | rng.choice([0, 128], codes.shape)
         codes = codes.astype(np.uint8)
     y = run_codes(coded, prepared(coded, stacks), codes, scale, weights, ids)
-    options = options_of(coded) | options_of_codes(scale)
-    assert_experts_close(y, codes, stacks, weights, ids, **options)
+    check_codes(y, coded, stacks, codes, scale, weights, ids)
 
 
 @pytest.mark.parametrize("algo, compute", CODED)
@@ -111,8 +109,7 @@ def test_rows_of_any_length(rng, device, hidden):
         weights, ids = random_routing(rng, 19, 2, 3)
         codes, scale = quantized(coded, stacks, x)
         y = run_codes(coded, prepared(coded, stacks), codes, scale, weights, ids)
-        options = options_of(coded) | options_of_codes(scale)
-        assert_experts_close(y, codes, stacks, weights, ids, **options)
+        check_codes(y, coded, stacks, codes, scale, weights, ids)
 
 
 def test_rows_of_pairs_of_any_length(rng, device):
@@ -123,8 +120,7 @@ def test_rows_of_pairs_of_any_length(rng, device):
         weights, ids = random_routing(rng, 19, 2, 3)
         codes, scale = quantized(coded, stacks, x)
         y = run_codes(coded, prepared(coded, stacks), codes, scale, weights, ids)
-        options = options_of(coded) | options_of_codes(scale)
-        assert_experts_close(y, codes, stacks, weights, ids, **options)
+        check_codes(y, coded, stacks, codes, scale, weights, ids)
 
 
 def test_a_map_and_sums_that_go_on(rng, device):
@@ -138,10 +134,8 @@ def test_a_map_and_sums_that_go_on(rng, device):
     weights, ids = routing_with_gaps(rng, 40, 3, 16)
     codes, scale = quantized(coded, stacks, x)
     y = run_codes(coded, params, codes, scale, weights, ids, expert_map=expert_map)
-    options = options_of(coded) | options_of_codes(scale)
-    assert_experts_close(
-        y, codes, stacks, weights, ids, **options, expert_map=expert_map, global_num_experts=16
-    )
+    options = {"expert_map": expert_map, "global_num_experts": 16}
+    check_codes(y, coded, stacks, codes, scale, weights, ids, **options)
 
 
 def test_every_code_is_taken_for_its_value(rng, device):

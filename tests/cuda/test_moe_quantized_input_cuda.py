@@ -27,7 +27,9 @@ pytestmark = pytest.mark.gpu
 
 torch = pytest.importorskip("torch")
 
-KERNELS = ("cuda:simt", "cuda:sm89_fp8", "cuda:sm80_fp8", "cuda:sm80_nvfp4", "cuda:sm80_nvfp4_fp8")
+ANY_CHIP = ("cuda:simt", "cuda:sm89_fp8", "cuda:sm80_fp8", "cuda:sm80_nvfp4", "cuda:sm80_nvfp4_fp8")
+DECODE, PREFILL, FOLDED = "cuda:sm90_fp8_decode", "cuda:sm90_fp8_prefill", "cuda:sm90_nvfp4_fp8_prefill"
+KERNELS = (*ANY_CHIP, DECODE, PREFILL, FOLDED)
 FORCED = "test_codes_give_the_bits_of_what_they_were_made_from"
 
 

@@ -617,7 +617,7 @@ MOQ_ENTRY moq_status moq_cuda_moe_nvfp4_decode(const moq_moe_call *call, moq_err
 MOQ_ENTRY int64_t moq_cuda_moe_nvfp4_decode_workspace(const moq_moe_call *call);
 
 const moq_moe_kernel MOQ_MOE_SM90_FP8_DECODE = {
-    {"cuda", "sm90_fp8_decode", .configs = &FP8},
+    {"cuda", "sm90_fp8_decode", .configs = &FP8, .takes_codes = true},
     can_run_fp8,
     .workspace = moq_cuda_moe_fp8_decode_workspace,
     .run = moq_cuda_moe_fp8_decode,

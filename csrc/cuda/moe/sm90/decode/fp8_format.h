@@ -1,12 +1,12 @@
 /* FP8 weights in the decode kernels of experts on Hopper: up_down.h, split_k.h and fp8_fused.cu say
  * what is computed and how.
  *
- * Layouts: weights e4m3 [E, N, K] as the checkpoint has them; x and g are quantized to e4m3 on the
- * way, with one scale an expert, a token, or 128 columns. A stage is 128 columns of a warp's slabs,
- * a box of 16 rows in the 128-byte swizzle for each slab; of one slab with split-K. A lane
- * quantizes the columns that it multiplies: 32 of a token, in the order of its 16-byte groups of W.
- * That takes 70 to 150 instructions, while memory takes 440 for a slab; with split-K once for all
- * items of a chunk. Hopper has no e4m3 products for one warp (mma.sync becomes conversions and
+ * Layouts: weights e4m3 [E, N, K] as the checkpoint has them; x, unless it is codes already, and g
+ * are quantized to e4m3 on the way, with one scale an expert, a token, or 128 columns. A stage is
+ * 128 columns of a warp's slabs, a box of 16 rows in the 128-byte swizzle for each slab; of one
+ * slab with split-K. A lane quantizes the columns that it multiplies: 32 of a token, in the order
+ * of its 16-byte groups of W. That takes 70 to 150 instructions, while memory takes 440 for a slab;
+ * with split-K once for all items of a chunk. Hopper has no e4m3 products for one warp (mma.sync becomes conversions and
  * float16 products), so codes become float16, which holds them, those of x once for all slabs. Sums
  * are float32, not the 14 bits of wgmma.
  *
@@ -33,18 +33,23 @@ static __device__ __forceinline__ uint32_t widen_codes(uint32_t word, bool high)
     return pair;
 }
 
-template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
+/* CODED: x is codes already, with the scales that they were made with. */
+template <int SLABS, moq_dtype DT, moq_input_mode MODE, bool CODED = false> struct fp8 {
     static constexpr int slabs = SLABS, stage_blocks = MOQ_MOE_FP8_DECODE_BLOCKS;
     static constexpr int stage_bytes = SLABS * BOX, alignment = 1024;
     static constexpr moq_dtype dtype = DT;
     static constexpr bool scaled_tokens = MODE == MOQ_INPUT_E4M3_TOKEN;
+    static constexpr bool scaled_groups = MODE == MOQ_INPUT_E4M3_GROUP;
+    static constexpr bool coded = CODED;
+    static constexpr int vectors = CODED ? 2 : 4; /* of 16 bytes, that have 32 columns of x */
     static_assert(stage_blocks == 1, "a stage is a block");
 
     typedef int target;      /* row of the stack at which the expert begins */
     typedef uint32_t places; /* offset of the lane's columns of row g */
     typedef struct {
-        uint4 vector[4];      /* 32 values */
-        float w_scale[SLABS]; /* block scales */
+        uint4 vector[vectors]; /* 32 values, or their codes */
+        float w_scale[SLABS];  /* block scales */
+        float x_scale;         /* scale beside codes */
     } columns;
 
     static __device__ __forceinline__ void aim(const warp_state *p, const walk &, int expert,
@@ -75,14 +80,22 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
                                                 int block, int count, columns *x) {
         const stack *w = &p->a->w;
         int first = block * BLOCK + p->lane % 4 * 32;
-        const uint8_t *from = c->row + 2 * first;
+        const uint8_t *from = c->row + (CODED ? 1 : 2) * first;
         if (count == 0)
             return;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < vectors; i++)
             x->vector[i] = first < w->columns ? load_vector(from + 16 * i) : make_uint4(0, 0, 0, 0);
-        if constexpr (MODE == MOQ_INPUT_E4M3_GROUP)
+        if constexpr (scaled_groups)
             load_scales(p, c, row, block, x);
+        if constexpr (CODED && scaled_groups)
+            x->x_scale = scale_beside(p, c, block);
+    }
+
+    /* Loads the scale beside the codes of a token in a block of K. */
+    static __device__ __forceinline__ float scale_beside(const warp_state *p, const column *c,
+                                                         int block) {
+        return __ldcg(c->scales + block * p->a->x_scale.step);
     }
 
     static __device__ __forceinline__ void load_scales(const warp_state *p, const column *c,
@@ -112,11 +125,18 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
         return moq_group_scale(moq_widen_pair(most, DT).x);
     }
 
+    /* Returns the scale beside the codes of the lane's token in the block, if there is one. */
+    static __device__ __forceinline__ float scale_of_codes(const columns *x) {
+        return CODED && scaled_groups ? x->x_scale : 1;
+    }
+
     /* Returns the factor that quantizes the lane's token: a scale, or its inverse if all tokens
      * have one. */
     static __device__ __forceinline__ float scale_of(const warp_state *p, const column *c,
                                                      const columns *x) {
-        if constexpr (MODE == MOQ_INPUT_E4M3_TENSOR)
+        if constexpr (CODED)
+            return scale_of_codes(x);
+        else if constexpr (MODE == MOQ_INPUT_E4M3_TENSOR)
             return __frcp_rn(
                 __ldg(p->a->w.input_scale + expert_of_chunk(c->chunk) * p->a->w.partition_count));
         else if constexpr (MODE == MOQ_INPUT_E4M3_TOKEN)
@@ -142,6 +162,18 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
             x[i] = widen_codes((&codes.x)[i / 2], i % 2 != 0);
     }
 
+    /* Makes codes of half of the lane's columns as float16. */
+    static __device__ __forceinline__ void make_codes(const uint4 *vector, float scale,
+                                                      uint32_t (&x)[8]) {
+        if constexpr (CODED) {
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                x[i] = widen_codes((&vector->x)[i / 2], i % 2 != 0);
+        } else {
+            quantize(vector, scale, x);
+        }
+    }
+
     /* Multiplies 64 columns of a slab, from the lane's vectors of rows g and g + 8. */
     static __device__ __forceinline__ void multiply_half(uint4 upper, uint4 lower,
                                                          const uint32_t (&x)[8], float (&sum)[4]) {
@@ -163,8 +195,8 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
         columns own = *x;
         load(p, &v.next, v.next_row, v.next_block, v.next_blocks, x);
         mbarrier_wait(v.bar, v.parity);
-        if (UP && p->a->weights_on_input)
-            weigh<4>(own.vector, DT, v.own.weight);
+        if (UP && !CODED && p->a->weights_on_input)
+            weigh<vectors>(own.vector, DT, v.own.weight);
         multiply_stage(p, at + v.stage, &v.own, &own, sum);
     }
 
@@ -175,7 +207,7 @@ template <int SLABS, moq_dtype DT, moq_input_mode MODE> struct fp8 {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             uint32_t codes[8];
-            quantize(&x->vector[2 * half], scale, codes);
+            make_codes(&x->vector[vectors / 2 * half], scale, codes);
 #pragma unroll
             for (int i = 0; i < SLABS; i++) {
                 uint32_t from = (stage + i * BOX) ^ half * 16;

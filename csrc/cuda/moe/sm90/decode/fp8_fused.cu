@@ -42,7 +42,8 @@ typedef struct {
 
 /* The format in the fused kernel. With a scale for 128 columns, two blocks of a cluster have the
  * two tiles of such a group. */
-template <moq_dtype DT, moq_input_mode MODE> struct fp8_fused : fp8<1, DT, MODE> {
+template <moq_dtype DT, moq_input_mode MODE, bool CODED>
+struct fp8_fused : fp8<1, DT, MODE, CODED> {
     static constexpr bool grouped = MODE == MOQ_INPUT_E4M3_GROUP;
 };
 static_assert(2 * FUSED_COLUMNS == BLOCK, "two tiles have a scale");
@@ -178,32 +179,60 @@ static __device__ __forceinline__ fused_scales load_tile_scales(const fused_fp8_
 
 /* ---- the first product ---- */
 
+/* A token of x: its first column, and the first of the scales beside its codes. */
+typedef struct {
+    const uint8_t *row;
+    const float *scales;
+} fused_row;
+
+/* The lane's four columns of x: values, or in the first word codes, and the scale beside them. */
+typedef struct {
+    uint32_t word[2];
+    float scale;
+} raw_x;
+
 /* The warp's columns of x: codes as float16, and their scale if they have their own. */
 typedef struct {
     uint32_t code[2][8];
     float scale;
 } fused_x;
 
-/* Loads the lane's four columns of the warp's. */
-static __device__ __forceinline__ uint2 load_x(const fused_fp8_args *a, const warp_state *p,
-                                               const uint8_t *row) {
-    int first = p->warp * BLOCK + p->lane * 4;
-    uint2 four = make_uint2(0, 0);
-    if (first < a->tile.common.w.columns)
-        asm volatile("ld.global.v2.b32 {%0, %1}, [%2];"
-                     : "=r"(four.x), "=r"(four.y)
-                     : "l"(row + 2 * first));
-    return four;
+template <class F>
+static __device__ __forceinline__ fused_row row_of_slot(const common_args *common, int slot) {
+    int token = slot / common->route.top_k;
+    fused_row r = {(const uint8_t *)common->x + (F::coded ? 1 : 2) * token * common->x_stride,
+                   NULL};
+    if (F::coded && F::grouped)
+        r.scales = scales_of_token(common, token);
+    return r;
 }
 
-/* Quantizes x: each lane its own columns; then lane t of four gets the 32 columns from 32 t on. */
+/* Loads the lane's four columns of the warp's. */
 template <class F>
-static __device__ __forceinline__ fused_x codes_of_x(const fused_fp8_args *a, const warp_state *p,
-                                                     const fp8_share *s, const fused_scales *scales,
-                                                     uint2 four) {
+static __device__ __forceinline__ raw_x load_x(const fused_fp8_args *a, const warp_state *p,
+                                               const fused_row *r) {
     const common_args *common = &a->tile.common;
-    uint32_t own[2] = {four.x, four.y};
-    fused_x x;
+    int first = p->warp * BLOCK + p->lane * 4;
+    raw_x x = {};
+    if (first >= common->w.columns)
+        return x;
+    if constexpr (F::coded)
+        asm volatile("ld.global.b32 %0, [%1];" : "=r"(x.word[0]) : "l"(r->row + first));
+    else
+        asm volatile("ld.global.v2.b32 {%0, %1}, [%2];"
+                     : "=r"(x.word[0]), "=r"(x.word[1])
+                     : "l"(r->row + 2 * first));
+    if (F::coded && F::grouped)
+        x.scale = __ldcg(r->scales + p->warp * common->x_scale.step);
+    return x;
+}
+
+/* Quantizes the lane's columns of x to codes as float16. */
+template <class F>
+static __device__ __forceinline__ void quantize_x(const fused_fp8_args *a, const fp8_share *s,
+                                                  const fused_scales *scales, uint32_t (&own)[2],
+                                                  fused_x *x) {
+    const common_args *common = &a->tile.common;
     if (common->weights_on_input) {
         float weight = weight_of_slot(&common->route, s->slot);
         own[0] = weigh_pair<F>(own[0], weight);
@@ -211,11 +240,28 @@ static __device__ __forceinline__ fused_x codes_of_x(const fused_fp8_args *a, co
     }
     if constexpr (F::grouped) {
         uint32_t most = __vmaxu2(own[0] & 0x7fff7fffu, own[1] & 0x7fff7fffu);
-        x.scale = scale_of_maxima<F>(max(most & 0xffff, most >> 16));
+        x->scale = scale_of_maxima<F>(max(most & 0xffff, most >> 16));
     } else {
-        x.scale = __frcp_rn(scales->input);
+        x->scale = __frcp_rn(scales->input);
     }
-    quantize_own<F>(own, x.scale);
+    quantize_own<F>(own, x->scale);
+}
+
+/* Makes codes of x as float16: each lane of its own columns; then lane t of four gets the 32
+ * columns from 32 t on. */
+template <class F>
+static __device__ __forceinline__ fused_x codes_of_x(const fused_fp8_args *a, const warp_state *p,
+                                                     const fp8_share *s, const fused_scales *scales,
+                                                     const raw_x *raw) {
+    uint32_t own[2] = {raw->word[0], raw->word[1]};
+    fused_x x;
+    if constexpr (F::coded) {
+        own[1] = widen_codes(own[0], true);
+        own[0] = widen_codes(own[0], false);
+        x.scale = __shfl_sync(ALL_LANES, raw->scale, 0); /* later lanes may be beyond the end */
+    } else {
+        quantize_x<F>(a, s, scales, own, &x);
+    }
 #pragma unroll
     for (int i = 0; i < 16; i++)
         x.code[i / 8][i % 8] = __shfl_sync(ALL_LANES, own[i % 2], p->lane % 4 * 8 + i / 2);
@@ -455,17 +501,18 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
         cluster_arrive();
     touch_parameter(args);
     int64_t place = place_of_id(&common->route, s.slot);
-    const uint8_t *row =
-        (const uint8_t *)common->x + 2 * (s.slot / common->route.top_k) * common->x_stride;
+    fused_row row = row_of_slot<F>(common, s.slot);
     find_now(place);
-    find_now(row);
+    find_now(row.row);
+    if (F::coded && F::grouped)
+        find_now(row.scales);
     barriers_are_ready(0, FUSED_THREADS);
     if (F::grouped)
         cluster_wait();
     wait_for_predecessor();
     launch_dependents(); /* not before: the next kernel relies on the ids */
     int64_t id = id_at(&common->route, place);
-    uint2 four = load_x(a, &p, row); /* x does not depend on the id */
+    raw_x four = load_x<F>(a, &p, &row); /* x does not depend on the id */
     s.expert = expert_of_id(&common->route, id);
     if (s.expert < 0)
         return;
@@ -473,7 +520,7 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
     for (int i = 0; i < common->flight; i++)
         fill_rows(a, &p, &s, i, i);
     fused_scales scales = load_tile_scales<F>(a, &p, &s, 0);
-    fused_x x = codes_of_x<F>(a, &p, &s, &scales, four);
+    fused_x x = codes_of_x<F>(a, &p, &s, &scales, &four);
     uint32_t places = F::places_of(&p);
     pipeline_state at = {0, 0};
     int number = 0;
@@ -492,10 +539,14 @@ static __global__ void __launch_bounds__(FUSED_THREADS, 1)
     store_partial_rows(a, &p, &s, d);
 }
 
-template <moq_dtype DT> static const void *fused_kernel_of(moq_input_mode mode) {
+template <moq_dtype DT, bool CODED> static const void *fused_kernel_with(moq_input_mode mode) {
     return mode == MOQ_INPUT_E4M3_GROUP
-               ? (const void *)moe_decode_fused_fp8<fp8_fused<DT, MOQ_INPUT_E4M3_GROUP>>
-               : (const void *)moe_decode_fused_fp8<fp8_fused<DT, MOQ_INPUT_E4M3_TENSOR>>;
+               ? (const void *)moe_decode_fused_fp8<fp8_fused<DT, MOQ_INPUT_E4M3_GROUP, CODED>>
+               : (const void *)moe_decode_fused_fp8<fp8_fused<DT, MOQ_INPUT_E4M3_TENSOR, CODED>>;
+}
+
+template <moq_dtype DT> static const void *fused_kernel_of(moq_input_mode mode, bool coded) {
+    return coded ? fused_kernel_with<DT, true>(mode) : fused_kernel_with<DT, false>(mode);
 }
 
 moq_status launch_fused_fp8(const moq_moe_call *call, const moq_moe_fused *share, moq_err *err) {
@@ -511,8 +562,9 @@ moq_status launch_fused_fp8(const moq_moe_call *call, const moq_moe_fused *share
     a.tiles = (int)spec->w2.in_features / FUSED_COLUMNS;
     a.ask = share->ask;
     a.down_at = share->down_at;
-    const void *kernel = spec->w13.dtype == MOQ_DT_F16 ? fused_kernel_of<MOQ_DT_F16>(mode)
-                                                       : fused_kernel_of<MOQ_DT_BF16>(mode);
+    bool coded = spec->w13.quantized_input;
+    const void *kernel = spec->w13.dtype == MOQ_DT_F16 ? fused_kernel_of<MOQ_DT_F16>(mode, coded)
+                                                       : fused_kernel_of<MOQ_DT_BF16>(mode, coded);
     fused_sum_args sum = sum_of(call, &a.tile);
     sum.factor = 1;
     if (mode != MOQ_INPUT_E4M3_TENSOR)

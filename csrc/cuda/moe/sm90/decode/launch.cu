@@ -44,12 +44,20 @@ static common_args common_of(const moq_moe_call *call, const moq_moe_decode_half
     return c;
 }
 
+/* Fills the arguments of a kernel that reads x. */
+static common_args common_of_x(const moq_moe_call *call, const moq_moe_decode_half *half) {
+    common_args c = common_of(call, half, &call->spec->w13, &call->w13);
+    c.x = call->x->data;
+    c.x_stride = call->x->stride[0];
+    if (call->x_scale)
+        c.x_scale = moe::slot_tensor_of(call->x_scale);
+    c.weighted = call->weights_on_input;
+    return c;
+}
+
 up_args up_of(const moq_moe_call *call, const moq_moe_decode_share *share) {
     up_args a = {};
-    a.common = common_of(call, &share->up, &call->spec->w13, &call->w13);
-    a.common.x = call->x->data;
-    a.common.x_stride = call->x->stride[0];
-    a.common.weighted = call->weights_on_input;
+    a.common = common_of_x(call, &share->up);
     a.activation = moe::activation_of(call->spec);
     a.g = call->workspace;
     a.inner = (int)call->spec->w2.in_features;
@@ -115,10 +123,7 @@ fused_args fused_tiles_of(const moq_moe_call *call, const moq_moe_fused *share) 
     half.weights_at = share->weights_at;
     half.tables = share->tables;
     fused_args a = {};
-    a.common = common_of(call, &half, &spec->w13, &call->w13);
-    a.common.x = call->x->data;
-    a.common.x_stride = call->x->stride[0];
-    a.common.weighted = call->weights_on_input;
+    a.common = common_of_x(call, &half);
     a.common.by_blocks = divisor_of(share->grid);
     a.activation = moe::activation_of(spec);
     a.down = common_of(call, &half, &spec->w2, &call->w2).w;

@@ -80,7 +80,7 @@ template <int SLABS, moq_nvfp4_type TYPE> struct nvfp4 {
     static constexpr int slab_bytes = stage_blocks * MOQ_PACK_BYTES;
     static constexpr int stage_bytes = SLABS * slab_bytes, alignment = 128;
     static constexpr moq_dtype dtype = TYPE == MOQ_NVFP4_F16 ? MOQ_DT_F16 : MOQ_DT_BF16;
-    static constexpr bool scaled_tokens = false;
+    static constexpr bool scaled_tokens = false, scaled_groups = false, coded = false;
     /* parameters of moq_multiply_units */
     static constexpr int blocks = stage_blocks, tiles = 1;
     static constexpr moq_nvfp4_type type = TYPE;

@@ -5,9 +5,10 @@
  *   up    g[s] = rounded(act(W13[e] x[t] + b13[e]))
  *   down  y[t] = rounded(out[t] + sum_s w[s] (W2[e] g[s] + b2[e]))
  *
- * Layouts: x [tokens, H], g [slots, I] and y [tokens, H], bfloat16 or float16; W13 and W2 as a
- * format F has them, in slabs of 16 rows by blocks of K. Tile: 1 or 2 slabs by up to 8 slots of an
- * expert, 2 in `down`; eight warps, two blocks a multiprocessor.
+ * Layouts: x [tokens, H], g [slots, I] and y [tokens, H], bfloat16 or float16, x of a coded format
+ * in codes with their scales; W13 and W2 as a format F has them, in slabs of 16 rows by blocks of
+ * K. Tile: 1 or 2 slabs by up to 8 slots of an expert, 2 in `down`; eight warps, two blocks a
+ * multiprocessor.
  *
  * Bound: reading the weights of experts that have a slot, once for up to 8 slots. At one token the
  * bound is latency: kernel start, from ids to the first weight, from one kernel to the next. So:
@@ -63,7 +64,7 @@ typedef struct {
     CUtensorMap map; /* map of the weight, if a format copies boxes */
     routing route;
     stack w;
-    const void *x; /* up: [tokens, H]; down: g, [slots, I] */
+    const void *x; /* up: [tokens, H] values or codes; down: g, [slots, I] */
     int64_t x_stride;
     float *maxima; /* [slots, pairs]: maxima of |g|, if a format needs them */
     int pairs;     /* slabs of I */
@@ -72,8 +73,9 @@ typedef struct {
      * of the grid, items of a chunk, stages of an item. */
     int log_splits, flight;
     divisor by_blocks, by_items, by_stages;
-    bool weighted;         /* the kernel needs the router's weights, */
-    bool weights_on_input; /* which the first kernel does if they are on the input */
+    bool weighted;            /* the kernel needs the router's weights, */
+    bool weights_on_input;    /* which the first kernel does if they are on the input */
+    moe::slot_tensor x_scale; /* up: scales of x beside its codes, if it has any */
 } common_args;
 
 typedef struct {
@@ -118,10 +120,11 @@ typedef struct {
  * repeat one whose sums nobody reads. */
 typedef struct {
     const uint8_t *row;
-    uint32_t chunk; /* packed by chunk_word */
-    int place;      /* place among the sorted slots */
-    float weight;   /* router weight, if it is on the input */
-    float scale;    /* scale that quantizes x, if an expert has one and it was loaded early */
+    uint32_t chunk;      /* packed by chunk_word */
+    int place;           /* place among the sorted slots */
+    float weight;        /* router weight, if it is on the input */
+    float scale;         /* scale that quantizes x, if an expert has one and it was loaded early */
+    const float *scales; /* scales beside codes of x, of 128 columns each */
 } column;
 
 /* A stage to multiply where K is split at compile time: its offset, its barrier, and its number. */
@@ -176,6 +179,22 @@ static __device__ __forceinline__ void fill_pipeline(const warp_state *p, feed<F
         fill_stage(p, f, stage);
 }
 
+/* Returns the first scale beside the codes of a token. */
+static __device__ __forceinline__ const float *scales_of_token(const common_args *a, int token) {
+    return (const float *)a->x_scale.data + moe::slot_offset(&a->x_scale, token, 0);
+}
+
+/* Finds the row of the lane's slot. */
+template <class F, bool UP>
+static __device__ __forceinline__ void find_row(const warp_state *p, int slot, column *c) {
+    int64_t row = UP ? slot / p->a->route.top_k : slot;
+    c->row = (const uint8_t *)p->a->x + (UP && F::coded ? 1 : 2) * row * p->a->x_stride;
+    if (UP && F::coded && F::scaled_groups)
+        c->scales = scales_of_token(p->a, (int)row);
+    if (UP && !F::coded && p->a->weights_on_input)
+        c->weight = p->weight[slot];
+}
+
 template <class F, bool UP>
 static __device__ __forceinline__ column column_of(const warp_state *p, const walk *at) {
     column c = {};
@@ -183,11 +202,7 @@ static __device__ __forceinline__ column column_of(const warp_state *p, const wa
         return c;
     c.chunk = p->t.chunk[at->chunk];
     c.place = first_of_chunk(c.chunk) + min(p->lane / 4, slots_of_chunk(c.chunk) - 1);
-    int slot = p->t.sorted[c.place];
-    int64_t row = UP ? slot / p->a->route.top_k : slot;
-    c.row = (const uint8_t *)p->a->x + 2 * row * p->a->x_stride;
-    if (UP && p->a->weights_on_input)
-        c.weight = p->weight[slot];
+    find_row<F, UP>(p, p->t.sorted[c.place], &c);
     return c;
 }
 
@@ -197,11 +212,7 @@ static __device__ __forceinline__ column column_of_chunk(const warp_state *p, ui
     column c = {};
     c.chunk = chunk;
     c.place = first_of_chunk(chunk) + min(p->lane / 4, slots_of_chunk(chunk) - 1);
-    int slot = p->t.sorted[c.place];
-    int64_t row = UP ? slot / p->a->route.top_k : slot;
-    c.row = (const uint8_t *)p->a->x + 2 * row * p->a->x_stride;
-    if (UP && p->a->weights_on_input)
-        c.weight = p->weight[slot];
+    find_row<F, UP>(p, p->t.sorted[c.place], &c);
     c.scale = F::scale_of_column(p, &c);
     return c;
 }
@@ -484,8 +495,20 @@ static __device__ __forceinline__ places_of_block block_places(const warp_state 
     return b;
 }
 
-/* Finds token scales from all of x, a warp for a slot. */
+/* Loads the token scales beside codes, a thread for a slot. */
+static __device__ __forceinline__ void load_token_scales(const warp_state *p) {
+    places_of_block b = block_places(p);
+    for (int place = b.begin + (int)threadIdx.x; place < b.end; place += THREADS)
+        p->scale[place] = __ldcg(scales_of_token(p->a, p->t.sorted[place] / p->a->route.top_k));
+    __syncthreads();
+}
+
+/* Finds token scales from all of x, a warp for a slot; codes have them. */
 template <class F> static __device__ __forceinline__ void find_token_scales(const warp_state *p) {
+    if constexpr (F::coded) {
+        load_token_scales(p);
+        return;
+    }
     places_of_block b = block_places(p);
     for (int place = b.begin + p->warp; place < b.end; place += WARPS) {
         int slot = p->t.sorted[place], token = slot / p->a->route.top_k;

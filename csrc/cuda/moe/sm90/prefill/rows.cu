@@ -4,7 +4,7 @@
  * A warp has a token of x, or a block has a long one: it makes codes once for all of its slots, or
  * once more if the scale of a slot's expert differs, and stores them in the rows of these slots. A
  * warp, or half of one, has a row of g. A slot's weight or its expert's pre_quant_scale may change
- * its codes: then a warp has its row. Values are stored unchanged.
+ * its codes: then a warp has its row. Values, and codes with the scales beside them, are copied.
  *
  * Layouts: x [tokens, K] or g [rows, K] of 16 bits; codes [rows, K]; scales a row, or by groups [K
  * / 128, scale_stride]. Sorted rows are then copied by TMA; warps that gathered codes of tokens
@@ -39,8 +39,10 @@ typedef struct {
     int64_t first;
     const float *weights; /* router weights on the input, or NULL */
     moe::slot_tensor weight_at;
-    const float *smooth; /* [E, K] or NULL */
-    int32_t *written;    /* counters of rows, which become 0, or NULL */
+    const float *smooth;      /* [E, K] or NULL */
+    int32_t *written;         /* counters of rows, which become 0, or NULL */
+    moe::slot_tensor x_scale; /* scales beside codes of x, and how many a token has */
+    int x_scales;
 } row_args;
 
 /* Shape of a kernel that makes rows: LANES have one. PAIRED: in the order of
@@ -199,6 +201,12 @@ static __device__ __forceinline__ uint4 divided_codes(float (&value)[16], float 
     return moq_e4m3_codes(copy);
 }
 
+/* Returns the codes of 16 columns in the order of moq_cuda_quantize.paired. */
+static __device__ __forceinline__ uint4 paired(const uint4 &c) {
+    return make_uint4(__byte_perm(c.x, c.z, 0x5410), __byte_perm(c.x, c.z, 0x7632),
+                      __byte_perm(c.y, c.w, 0x5410), __byte_perm(c.y, c.w, 0x7632));
+}
+
 /* Makes codes of a span by one factor, by `scale`, or by scales of groups, which each of eight
  * lanes then has in `group`. */
 template <class S>
@@ -217,10 +225,7 @@ static __device__ __forceinline__ void make_span(const row_args *a, const value_
             scale = moq_group_scale(__uint_as_float(
                 moq_max_of_lanes(moq_chunk_amax_bits(&chunk[i], false, S::DTYPE), 8)));
         uint4 c = divided_codes(value, scale);
-        if (S::PAIRED)
-            c = make_uint4(__byte_perm(c.x, c.z, 0x5410), __byte_perm(c.x, c.z, 0x7632),
-                           __byte_perm(c.y, c.w, 0x5410), __byte_perm(c.y, c.w, 0x7632));
-        code[i] = c;
+        code[i] = S::PAIRED ? paired(c) : c;
         group[i] = scale;
     }
 }
@@ -375,53 +380,82 @@ static __global__ void __launch_bounds__(ROW_THREADS)
     }
 }
 
-#define VALUES        8 /* 16-bit values that a lane stores at a time */
-#define VALUE_STEPS   8 /* stores of a lane at a time */
-#define VALUE_COLUMNS (32 * VALUES)
+#define COPY_STEPS 8 /* stores of a lane at a time */
+
+/* Contents of a copied row: 16-bit values, or codes as they are or in the order of
+ * moq_cuda_quantize.paired. */
+typedef enum { OF_VALUES, OF_CODES, OF_PAIRED_CODES } copied_row;
+
+/* Returns the parts of 16 bytes of a row. */
+template <copied_row OF> static __device__ __forceinline__ int parts_of(const row_args *a) {
+    return a->k / (OF == OF_VALUES ? 8 : 16);
+}
 
 /* Loads whole sectors at a time. A row is written at half the rate if lanes have 32 bytes each and
  * store one half of them after the other. */
-static __device__ __forceinline__ void load_values(const row_args *a, int source, int column,
-                                                   uint4 (&value)[VALUE_STEPS]) {
-    const uint16_t *from = (const uint16_t *)a->from.data + source * a->from.stride + column;
+template <copied_row OF>
+static __device__ __forceinline__ void load_parts(const row_args *a, int source, int first,
+                                                  uint4 (&part)[COPY_STEPS]) {
+    int64_t row_bytes = a->from.stride * (OF == OF_VALUES ? 2 : 1);
+    const uint4 *from = (const uint4 *)((const uint8_t *)a->from.data + source * row_bytes) + first;
 #pragma unroll
-    for (int i = 0; i < VALUE_STEPS; i++)
-        if (column + VALUE_COLUMNS * i < a->k)
-            value[i] = *(const uint4 *)(from + VALUE_COLUMNS * i);
+    for (int i = 0; i < COPY_STEPS; i++) {
+        if (first + 32 * i >= parts_of<OF>(a))
+            continue;
+        part[i] = OF == OF_PAIRED_CODES ? paired(from[32 * i]) : from[32 * i];
+    }
 }
 
-static __device__ __forceinline__ void store_values(const row_args *a, int row, int column,
-                                                    const uint4 (&value)[VALUE_STEPS]) {
-    uint16_t *to = (uint16_t *)a->codes + (int64_t)row * a->k + column;
+template <copied_row OF>
+static __device__ __forceinline__ void store_parts(const row_args *a, int row, int first,
+                                                   const uint4 (&part)[COPY_STEPS]) {
+    uint4 *to = (uint4 *)a->codes + (int64_t)row * parts_of<OF>(a) + first;
 #pragma unroll
-    for (int i = 0; i < VALUE_STEPS; i++)
-        if (column + VALUE_COLUMNS * i < a->k)
-            *(uint4 *)(to + VALUE_COLUMNS * i) = value[i];
+    for (int i = 0; i < COPY_STEPS; i++)
+        if (first + 32 * i < parts_of<OF>(a))
+            to[32 * i] = part[i];
 }
 
-/* Copies the 16-bit values of a token to the rows of its slots. */
+/* Copies the scales beside a token's codes to a row, and clears its counter. */
+static __device__ __forceinline__ void copy_scales(const row_args *a, const float *scales,
+                                                   int row) {
+    int lane = (int)threadIdx.x % 32;
+    for (int i = lane; i < a->x_scales; i += 32)
+        a->scales[i * a->scale_stride + row] = scales[i * a->x_scale.step];
+    if (a->written && lane == 0)
+        a->written[row] = 0;
+}
+
+/* Copies the values or codes of a token to the rows of its slots. */
+template <copied_row OF>
 static __global__ void __launch_bounds__(ROW_THREADS)
-    copy_values(const __grid_constant__ row_args a) {
+    copy_rows(const __grid_constant__ row_args a) {
     typedef row_shape<moe::ROWS_VALUES, OF_TOKEN, MOQ_DT_BF16, 32, false> S;
     int source = (int)((blockIdx.x * ROW_THREADS + threadIdx.x) / 32);
-    int column = (int)threadIdx.x % 32 * VALUES;
-    uint4 value[VALUE_STEPS];
+    int lane = (int)threadIdx.x % 32;
+    uint4 part[COPY_STEPS];
     if (source < a.sources) /* x was complete before the grouping started */
-        load_values(&a, source, column, value);
+        load_parts<OF>(&a, source, lane, part);
     wait_for_predecessor();
     launch_dependents(); /* the next kernel may rely on the groups */
     if (source >= a.sources)
         return;
     value_row own = find_source<S>(&a, source);
     uint32_t rows = __ballot_sync(0xffffffffu, own.row >= 0);
+    const float *scales = (const float *)a.x_scale.data;
+    if (OF != OF_VALUES && a.x_scales)
+        scales += slot_offset(&a.x_scale, a.first + source, 0);
 #pragma unroll 1
-    for (int base = 0; base < a.k && rows; base += VALUE_COLUMNS * VALUE_STEPS) {
+    for (int base = 0; base < parts_of<OF>(&a) && rows; base += 32 * COPY_STEPS) {
         if (base > 0)
-            load_values(&a, source, base + column, value);
+            load_parts<OF>(&a, source, base + lane, part);
 #pragma unroll 1
-        for (uint32_t left = rows; left; left &= left - 1)
-            store_values(&a, __shfl_sync(0xffffffffu, own.row, __ffs((int)left) - 1), base + column,
-                         value);
+        for (uint32_t left = rows; left; left &= left - 1) {
+            int row = __shfl_sync(0xffffffffu, own.row, __ffs((int)left) - 1);
+            store_parts<OF>(&a, row, base + lane, part);
+            if (OF != OF_VALUES && base == 0)
+                copy_scales(&a, scales, row);
+        }
     }
 }
 
@@ -475,7 +509,12 @@ static row_args args_of_x(const moe::slot_chunk *chunk, const moe::slot_groups *
     const moq_linear_spec *w13 = &call->spec->w13;
     row_args a = args_of(chunk, groups, w13, rows);
     a.from = moq_rows_of(call->x);
-    a.from.data = (const uint8_t *)a.from.data + chunk->first * a.from.stride * 2;
+    int64_t row_bytes = a.from.stride * (int64_t)moq_dtype_size(call->x->dtype);
+    a.from.data = (const uint8_t *)a.from.data + chunk->first * row_bytes;
+    if (call->x_scale) {
+        a.x_scale = moe::slot_tensor_of(call->x_scale);
+        a.x_scales = (int)moq_moe_x_scales(call->spec);
+    }
     a.input_scale = call->w13.input_scale;
     a.partition_count = w13->partition_count;
     a.sources = (int)chunk->tokens;
@@ -514,6 +553,8 @@ moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_gro
                                const moe::expert_rows *rows, int32_t *written, moq_err *err) {
     row_args a = args_of_x(chunk, groups, rows);
     a.written = written;
+    if (chunk->call->spec->w13.quantized_input)
+        return launch(&a, chunk, (const void *)copy_rows<OF_CODES>, 32, err);
     switch (rows->format) {
     case moe::ROWS_TENSOR:
         return launch_tokens<moe::ROWS_TENSOR>(&a, chunk, err);
@@ -523,7 +564,7 @@ moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_gro
         return launch_tokens<moe::ROWS_GROUP>(&a, chunk, err);
     default:
         MOQ_ASSERT(rows->format == moe::ROWS_VALUES);
-        return launch(&a, chunk, (const void *)copy_values, 32, err);
+        return launch(&a, chunk, (const void *)copy_rows<OF_VALUES>, 32, err);
     }
 }
 
@@ -540,6 +581,8 @@ moq_status make_paired_rows_of_x(const moe::slot_chunk *chunk, const moe::slot_g
                                  const moe::expert_rows *rows, moq_err *err) {
     const moq_moe_call *call = chunk->call;
     row_args a = args_of_x(chunk, groups, rows);
+    if (call->spec->w13.quantized_input)
+        return launch(&a, chunk, (const void *)copy_rows<OF_PAIRED_CODES>, 32, err);
     if (call->weights_on_input) {
         a.weights = (const float *)call->weights->data;
         a.weight_at = moe::slot_tensor_of(call->weights);
