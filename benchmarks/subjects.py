@@ -157,6 +157,24 @@ SUBJECTS: Mapping[str, Subject] = {
         ),
         expert_plots,
     ),
+    "formats": Subject(
+        ("format_peers",),
+        grids=(Grid("format_peers", ("quant_algo", "where", "tokens"), ("peer",)),),
+        shown=(
+            Grid(
+                "format_peers",
+                ("where", "tokens"),
+                ("quant_algo", "peer"),
+                where={"quant_algo": "MXFP4|MXFP4, auto|MXFP4, fp8"},
+            ),
+            Grid(
+                "format_peers",
+                ("where", "tokens"),
+                ("quant_algo", "peer"),
+                where={"quant_algo": "bfloat16|MXFP8|W8A16|W8A8_SQ_PER_CHANNEL|W4A16_AWQ"},
+            ),
+        ),
+    ),
     "cpu-linears": Subject(
         ("linear_cpu", "ggml_cpu"),
         pairs.cpu_linears,
