@@ -55,8 +55,8 @@ typedef struct {
 
 struct operand_copies;
 
-/* What operands are: e4m3 with a scale a row or less, e4m3 with scales of groups, or int8 with a
- * scale a row. */
+/* Codes of both operands: e4m3 with a scale a row or less, e4m3 with scales of groups, or int8 with
+ * a scale a row. */
 typedef enum { E4M3, E4M3_GROUPS, INT8, OPERANDS } operand_format;
 
 /* Tile of a block: 128 * WAVES rows of the first operand (half of that for MOQ_SPLIT_K_WARPGROUPS)
