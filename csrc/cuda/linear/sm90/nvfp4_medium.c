@@ -80,9 +80,11 @@ static int parts_for(const moq_linear_spec *spec, int64_t tiles, const moq_nvfp4
     return most >= least ? most : 0;
 }
 
-/* Configs are shapes with whole tiles, then shapes with shared ones. */
-static bool count(const moq_problem *p, const moq_nvfp4_medium_shape *v, bool tail, moq_load *w) {
+bool moq_medium_count(const moq_problem *p, const moq_nvfp4_medium_shape *shapes, int shape_count,
+                      int config, moq_load *w) {
     const moq_linear_spec *spec = p->layer;
+    const moq_nvfp4_medium_shape *v = &shapes[config % shape_count];
+    bool tail = config >= shape_count;
     moq_nvfp4_medium_config geometry = partition_work(spec, p->tokens, v, 0, 1, false);
     int64_t tiles = geometry.row_tiles * geometry.columns;
     w->blocks = v->split_k ? parts_for(spec, tiles, v) : 1;
@@ -94,7 +96,8 @@ static bool count(const moq_problem *p, const moq_nvfp4_medium_shape *v, bool ta
     double turns = tail ? (double)tiles / (double)geometry.workers : rounds;
     double steps = (double)divide_up(spec->in_features, MOQ_NVFP4_MEDIUM_STEP);
     double tokens = (double)moq_nvfp4_medium_tokens(p->tokens, &geometry);
-    w->bytes = MOQ_NVFP4_BYTES * (double)spec->out_features * (double)spec->in_features;
+    w->bytes = (double)v->weight_step / MOQ_NVFP4_MEDIUM_STEP * (double)spec->out_features *
+               (double)spec->in_features;
     w->inside[0] = turns * steps / w->blocks / v->k_groups;
     w->inside[1] = w->inside[0] * tokens;
     w->inside[2] = rounds;
@@ -104,8 +107,8 @@ static bool count(const moq_problem *p, const moq_nvfp4_medium_shape *v, bool ta
     return true;
 }
 
-static moq_nvfp4_medium_config expand(const moq_nvfp4_medium_shape *shapes, int shape_count,
-                                      const moq_linear_call *call) {
+moq_nvfp4_medium_config moq_medium_expand(const moq_nvfp4_medium_shape *shapes, int shape_count,
+                                          const moq_linear_call *call) {
     int config = call->config.variant - 1, shape = config % shape_count;
     moq_nvfp4_medium_config none = {.cluster = 1};
     return config >= 0
@@ -114,18 +117,10 @@ static moq_nvfp4_medium_config expand(const moq_nvfp4_medium_shape *shapes, int 
                : none;
 }
 
-#define SHAPE(token_size, tokens, row_groups, k_groups, split_k, shared)                           \
-    {tokens,                                                                                       \
-     row_groups,                                                                                   \
-     k_groups,                                                                                     \
-     split_k,                                                                                      \
-     shared,                                                                                       \
-     MOQ_NVFP4_MEDIUM_STAGE(tokens, row_groups, token_size),                                       \
-     MOQ_NVFP4_MEDIUM_STEP * (token_size)},
-#define EXACT_SHAPE(...)  SHAPE(2, __VA_ARGS__)
-#define FOLDED_SHAPE(...) SHAPE(1, __VA_ARGS__)
+#define EXACT_SHAPE(...)  MOQ_MEDIUM_SHAPE(2, MOQ_PACKED_STEP, __VA_ARGS__)
+#define FOLDED_SHAPE(...) MOQ_MEDIUM_SHAPE(1, MOQ_PACKED_STEP, __VA_ARGS__)
 
-static bool takes(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+bool moq_medium_takes(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     if (m > MOST_OUTPUTS / spec->out_features)
         snprintf(reason, size, "needs at most 2^40 outputs, got %lld tokens of %lld", (long long)m,
                  (long long)spec->out_features);
@@ -137,12 +132,12 @@ static bool takes(const moq_linear_spec *spec, int64_t m, char *reason, size_t s
 static bool can_run_nvfp4_medium(const moq_linear_spec *spec, int64_t m, char *reason,
                                  size_t size) {
     return moq_is_on_sm90(spec, reason, size) && moq_suits_16_bits(spec, reason, size) &&
-           takes(spec, m, reason, size);
+           moq_medium_takes(spec, m, reason, size);
 }
 
 static bool can_run_nvfp4_fp8_medium(const moq_linear_spec *spec, int64_t m, char *reason,
                                      size_t size) {
-    return moq_suits_folding(spec, reason, size) && takes(spec, m, reason, size);
+    return moq_suits_folding(spec, reason, size) && moq_medium_takes(spec, m, reason, size);
 }
 
 /* Defines the row of exact products (nvfp4_medium.cu), and of FP8 ones (nvfp4_fp8_medium.cu). */
@@ -151,13 +146,12 @@ static bool can_run_nvfp4_fp8_medium(const moq_linear_spec *spec, int64_t m, cha
     enum { NAME##_COUNT = sizeof NAME##_SHAPES / sizeof *NAME##_SHAPES };                          \
     static const moq_rates NAME##_RATES[2 * NAME##_COUNT] = {MOQ_RATES_##NAME};                    \
     static bool work_##name(const moq_problem *p, int config, moq_load *w) {                       \
-        const moq_nvfp4_medium_shape *v = &NAME##_SHAPES[config % NAME##_COUNT];                   \
-        return count(p, v, config >= NAME##_COUNT, w);                                             \
+        return moq_medium_count(p, NAME##_SHAPES, NAME##_COUNT, config, w);                        \
     }                                                                                              \
     static const moq_configs NAME = {                                                              \
         .configs = 2 * NAME##_COUNT, .rates = NAME##_RATES, .work = work_##name};                  \
     moq_nvfp4_medium_config moq_##name##_expand_config(const moq_linear_call *call) {              \
-        return expand(NAME##_SHAPES, NAME##_COUNT, call);                                          \
+        return moq_medium_expand(NAME##_SHAPES, NAME##_COUNT, call);                               \
     }                                                                                              \
     MOQ_ENTRY moq_status moq_cuda_##name(const moq_linear_call *call, moq_err *err);               \
     MOQ_ENTRY int64_t moq_cuda_##name##_workspace(const moq_linear_call *call);                    \
