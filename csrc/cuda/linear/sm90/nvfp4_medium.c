@@ -1,6 +1,6 @@
-/* Configs of the NVFP4 GEMMs for medium numbers of tokens on Hopper, and their rows: see
- * nvfp4_medium_config.h. */
-#include "cuda/linear/sm90/nvfp4_medium_config.h"
+/* Configs of the GEMMs for medium numbers of tokens on Hopper, of NVFP4 weights and of those that
+ * general kernels read, and their rows: see nvfp4_medium_config.h and general_config.h. */
+#include "cuda/linear/sm90/general_config.h"
 
 #include "core/invariant.h"
 #include "cuda/choice/chip.h"
@@ -80,8 +80,9 @@ static int parts_for(const moq_linear_spec *spec, int64_t tiles, const moq_nvfp4
     return most >= least ? most : 0;
 }
 
-bool moq_medium_count(const moq_problem *p, const moq_nvfp4_medium_shape *shapes, int shape_count,
-                      int config, moq_load *w) {
+/* Configs are shapes with whole tiles, then shapes with shared ones. */
+static bool count(const moq_problem *p, const moq_nvfp4_medium_shape *shapes, int shape_count,
+                  int config, moq_load *w) {
     const moq_linear_spec *spec = p->layer;
     const moq_nvfp4_medium_shape *v = &shapes[config % shape_count];
     bool tail = config >= shape_count;
@@ -107,8 +108,8 @@ bool moq_medium_count(const moq_problem *p, const moq_nvfp4_medium_shape *shapes
     return true;
 }
 
-moq_nvfp4_medium_config moq_medium_expand(const moq_nvfp4_medium_shape *shapes, int shape_count,
-                                          const moq_linear_call *call) {
+static moq_nvfp4_medium_config expand(const moq_nvfp4_medium_shape *shapes, int shape_count,
+                                      const moq_linear_call *call) {
     int config = call->config.variant - 1, shape = config % shape_count;
     moq_nvfp4_medium_config none = {.cluster = 1};
     return config >= 0
@@ -117,10 +118,21 @@ moq_nvfp4_medium_config moq_medium_expand(const moq_nvfp4_medium_shape *shapes, 
                : none;
 }
 
-#define EXACT_SHAPE(...)  MOQ_MEDIUM_SHAPE(2, MOQ_PACKED_STEP, __VA_ARGS__)
-#define FOLDED_SHAPE(...) MOQ_MEDIUM_SHAPE(1, MOQ_PACKED_STEP, __VA_ARGS__)
+/* Defines a row of a table of shapes. */
+#define SHAPE(token_size, weight_step, tokens, row_groups, k_groups, split_k, shared)              \
+    {tokens,                                                                                       \
+     row_groups,                                                                                   \
+     k_groups,                                                                                     \
+     split_k,                                                                                      \
+     shared,                                                                                       \
+     MOQ_NVFP4_MEDIUM_STAGE(tokens, row_groups, token_size, weight_step),                          \
+     MOQ_NVFP4_MEDIUM_STEP * (token_size),                                                         \
+     weight_step},
 
-bool moq_medium_takes(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+#define EXACT_SHAPE(...)  SHAPE(2, MOQ_PACKED_STEP, __VA_ARGS__)
+#define FOLDED_SHAPE(...) SHAPE(1, MOQ_PACKED_STEP, __VA_ARGS__)
+
+static bool takes(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     if (m > MOST_OUTPUTS / spec->out_features)
         snprintf(reason, size, "needs at most 2^40 outputs, got %lld tokens of %lld", (long long)m,
                  (long long)spec->out_features);
@@ -132,12 +144,12 @@ bool moq_medium_takes(const moq_linear_spec *spec, int64_t m, char *reason, size
 static bool can_run_nvfp4_medium(const moq_linear_spec *spec, int64_t m, char *reason,
                                  size_t size) {
     return moq_is_on_sm90(spec, reason, size) && moq_suits_16_bits(spec, reason, size) &&
-           moq_medium_takes(spec, m, reason, size);
+           takes(spec, m, reason, size);
 }
 
 static bool can_run_nvfp4_fp8_medium(const moq_linear_spec *spec, int64_t m, char *reason,
                                      size_t size) {
-    return moq_suits_folding(spec, reason, size) && moq_medium_takes(spec, m, reason, size);
+    return moq_suits_folding(spec, reason, size) && takes(spec, m, reason, size);
 }
 
 /* Defines the row of exact products (nvfp4_medium.cu), and of FP8 ones (nvfp4_fp8_medium.cu). */
@@ -146,12 +158,12 @@ static bool can_run_nvfp4_fp8_medium(const moq_linear_spec *spec, int64_t m, cha
     enum { NAME##_COUNT = sizeof NAME##_SHAPES / sizeof *NAME##_SHAPES };                          \
     static const moq_rates NAME##_RATES[2 * NAME##_COUNT] = {MOQ_RATES_##NAME};                    \
     static bool work_##name(const moq_problem *p, int config, moq_load *w) {                       \
-        return moq_medium_count(p, NAME##_SHAPES, NAME##_COUNT, config, w);                        \
+        return count(p, NAME##_SHAPES, NAME##_COUNT, config, w);                                   \
     }                                                                                              \
     static const moq_configs NAME = {                                                              \
         .configs = 2 * NAME##_COUNT, .rates = NAME##_RATES, .work = work_##name};                  \
     moq_nvfp4_medium_config moq_##name##_expand_config(const moq_linear_call *call) {              \
-        return moq_medium_expand(NAME##_SHAPES, NAME##_COUNT, call);                               \
+        return expand(NAME##_SHAPES, NAME##_COUNT, call);                                          \
     }                                                                                              \
     MOQ_ENTRY moq_status moq_cuda_##name(const moq_linear_call *call, moq_err *err);               \
     MOQ_ENTRY int64_t moq_cuda_##name##_workspace(const moq_linear_call *call);                    \
@@ -164,3 +176,75 @@ static bool can_run_nvfp4_fp8_medium(const moq_linear_spec *spec, int64_t m, cha
 
 FAMILY(SM90_NVFP4_MEDIUM, nvfp4_medium, MOQ_NVFP4_MEDIUM_SHAPES, EXACT_SHAPE, false)
 FAMILY(SM90_NVFP4_FP8_MEDIUM, nvfp4_fp8_medium, MOQ_NVFP4_FP8_MEDIUM_SHAPES, FOLDED_SHAPE, true)
+
+/* ---- MXFP8, int8 and int4 weights (general.cu) ---- */
+
+#define GENERAL_SHAPE(...) SHAPE(2, MOQ_GENERAL_STEP, __VA_ARGS__)
+#define INT4_SHAPE(...)    SHAPE(2, MOQ_GENERAL_INT4_STEP, __VA_ARGS__)
+
+static const moq_nvfp4_medium_shape GENERAL_SHAPES[] = {MOQ_GENERAL_SHAPES(GENERAL_SHAPE)};
+static const moq_nvfp4_medium_shape INT4_SHAPES[] = {MOQ_GENERAL_SHAPES(INT4_SHAPE)};
+
+enum { GENERAL_COUNT = sizeof GENERAL_SHAPES / sizeof *GENERAL_SHAPES };
+
+/* Rates of every config, of each kind of weights. */
+typedef enum { E4M3, INT8, INT4, KINDS } kind;
+
+static const moq_rates GENERAL_RATES[KINDS * 2 * GENERAL_COUNT] = {MOQ_RATES_SM90_GENERAL};
+
+static const moq_nvfp4_medium_shape *general_shapes_of(const moq_linear_spec *spec) {
+    return spec->weight == MOQ_WEIGHT_INT4_GROUP ? INT4_SHAPES : GENERAL_SHAPES;
+}
+
+static bool work_general(const moq_problem *p, int config, moq_load *w) {
+    moq_weight_layout weight = ((const moq_linear_spec *)p->layer)->weight;
+    kind of = weight == MOQ_WEIGHT_INT4_GROUP ? INT4 : weight == MOQ_WEIGHT_INT8_ROW ? INT8 : E4M3;
+    w->rates = (int)of * 2 * GENERAL_COUNT + config;
+    return count(p, general_shapes_of(p->layer), GENERAL_COUNT, config, w);
+}
+
+static const moq_configs GENERAL = {
+    .configs = 2 * GENERAL_COUNT, .rates = GENERAL_RATES, .work = work_general};
+
+/* True if scales come a word for a row and 128 columns. */
+static bool suits_scales(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (spec->weight == MOQ_WEIGHT_INT8_ROW)
+        return moq_is_multiple_of_16("in_features", spec->in_features, reason, size);
+    if (spec->in_features % MOQ_NVFP4_MEDIUM_STEP)
+        snprintf(reason, size, "needs in_features to be a multiple of %d, got %lld",
+                 MOQ_NVFP4_MEDIUM_STEP, (long long)spec->in_features);
+    else if (spec->weight == MOQ_WEIGHT_INT4_GROUP && spec->group_size != MOQ_NVFP4_MEDIUM_STEP)
+        snprintf(reason, size, "needs groups of %d, got %d", MOQ_NVFP4_MEDIUM_STEP,
+                 spec->group_size);
+    else if (spec->weight == MOQ_WEIGHT_E4M3_GROUP && spec->dtype != MOQ_DT_BF16)
+        snprintf(reason, size, "multiplies MXFP8 weights by bfloat16, the layer has %s",
+                 moq_dtype_name(spec->dtype));
+    else
+        return true;
+    return false;
+}
+
+static bool can_run_general(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    if (!moq_is_on_sm90(spec, reason, size) || !moq_is_general(spec, reason, size) ||
+        !moq_has_int_rows(spec, reason, size) || !suits_scales(spec, reason, size) ||
+        !takes(spec, m, reason, size))
+        return false;
+    if (spec->input == MOQ_INPUT_AS_IS)
+        return true;
+    snprintf(reason, size, "multiplies x as it is, %s quantizes it", spec->algo);
+    return false;
+}
+
+MOQ_ENTRY moq_status moq_cuda_general(const moq_linear_call *call, moq_err *err);
+MOQ_ENTRY int64_t moq_cuda_general_workspace(const moq_linear_call *call);
+
+const moq_linear_kernel MOQ_LINEAR_SM90_GENERAL = {
+    {"cuda", "sm90_general", .configs = &GENERAL},
+    can_run_general,
+    .workspace = moq_cuda_general_workspace,
+    .run = moq_cuda_general,
+};
+
+moq_nvfp4_medium_config moq_general_expand_config(const moq_linear_call *call) {
+    return expand(general_shapes_of(call->spec), GENERAL_COUNT, call);
+}

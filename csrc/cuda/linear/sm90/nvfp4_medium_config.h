@@ -7,7 +7,6 @@
 #include "core/linear.h"
 #include "core/nvfp4_packed.h"
 #include "cuda/choice/grid.h"
-#include "cuda/choice/search.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -25,17 +24,6 @@ extern "C" {
     (((tokens) * MOQ_NVFP4_MEDIUM_STEP * (token_size) + (row_groups) * 64 * (weight_step) +        \
       1023) /                                                                                      \
      1024 * 1024)
-
-/* A row of a table of shapes. */
-#define MOQ_MEDIUM_SHAPE(token_size, weight_step, tokens, row_groups, k_groups, split_k, shared)   \
-    {tokens,                                                                                       \
-     row_groups,                                                                                   \
-     k_groups,                                                                                     \
-     split_k,                                                                                      \
-     shared,                                                                                       \
-     MOQ_NVFP4_MEDIUM_STAGE(tokens, row_groups, token_size, weight_step),                          \
-     MOQ_NVFP4_MEDIUM_STEP * (token_size),                                                         \
-     weight_step},
 
 /* The shapes of tiles of exact products: X(tokens, warpgroups with rows of their own, warpgroups
  * with the same rows, whether the blocks of a cluster share K, whether blocks may share the steps
@@ -109,18 +97,6 @@ moq_nvfp4_medium_layout moq_nvfp4_medium_smem_layout(const moq_nvfp4_medium_shap
 
 /* Tokens of a tile: as few as give as many tiles, whole eights where there are several. */
 int64_t moq_nvfp4_medium_tokens(int64_t m, const moq_nvfp4_medium_config *config);
-
-/* Counts the work of config number `config` among `shape_count` shapes with whole tiles and as many
- * with shared ones; false where the config cannot do the problem. */
-bool moq_medium_count(const moq_problem *p, const moq_nvfp4_medium_shape *shapes, int shape_count,
-                      int config, moq_load *w);
-
-/* Expands the call's config, one of those of moq_medium_count. */
-moq_nvfp4_medium_config moq_medium_expand(const moq_nvfp4_medium_shape *shapes, int shape_count,
-                                          const moq_linear_call *call);
-
-/* True unless there are more tokens than the kernels count. */
-bool moq_medium_takes(const moq_linear_spec *spec, int64_t m, char *reason, size_t size);
 
 /* Expands the call's config. */
 moq_nvfp4_medium_config moq_nvfp4_medium_expand_config(const moq_linear_call *call);
