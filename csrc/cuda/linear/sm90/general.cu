@@ -19,7 +19,8 @@ namespace moq::general {
 
 #define BFLOAT16(...) GENERAL_VARIANT(E4M3_MX, MOQ_NVFP4_BF16, __VA_ARGS__)
 
-static const variant E4M3_VARIANTS[] = {MOQ_GENERAL_SHAPES(BFLOAT16)};
+static const variant E4M3_VARIANTS[] = {MOQ_GENERAL_SHAPES(BFLOAT16)
+                                            MOQ_GENERAL_WIDE_SHAPES(BFLOAT16)};
 
 static const variant *variants_of(const moq_linear_spec *spec) {
     switch (spec->weight) {

@@ -38,7 +38,7 @@ struct general_tile {
     static constexpr bool split_k = SPLIT_K, pair = false;
     static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
     /* Registers of consumers and producers, where they differ. */
-    static constexpr bool uneven = consumers >= 384 || (KIND == INT4 && T == 128);
+    static constexpr bool uneven = consumers >= 384 || T == 256 || (KIND == INT4 && T == 128);
     static constexpr int registers = consumers == 512 ? 112 : consumers == 384 ? 152 : 232;
     static constexpr int copier_registers = consumers == 512 ? 32 : consumers == 384 ? 56 : 40;
     static constexpr int copier = consumers, token_arrivals = 1;
@@ -48,7 +48,8 @@ struct general_tile {
     static constexpr int weight_bytes = code_rows * STEP;
     static constexpr int token_size = 2, token_bytes = T * STEP * token_size;
     /* Products that a set of fragments is for. */
-    static constexpr int depth = KIND == INT4 && T == 64 && consumers == 512 ? 2 : 4;
+    static constexpr int sums = KIND == INT4 ? T : T / 2; /* of a thread */
+    static constexpr int depth = sums >= 64 && consumers == 512 ? 2 : 4;
     static constexpr int pieces = STEP / 16 / depth;
     static constexpr int first_copies = ROW_GROUPS == 1 ? 3 : 1;
     static constexpr bool early = false;
