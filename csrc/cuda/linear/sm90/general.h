@@ -146,6 +146,9 @@ static __device__ __forceinline__ scale_words find_words(const gemm_args *a, con
     for (int i = 0; i < 2; i++) {
         int row = slab + (S::kind == INT4 ? 2 * g + i : g + 8 * i);
         s.row[i] = (const uint32_t *)a->weight_scale + (int64_t)min(row, a->n - 1) * a->steps;
+        /* From memory a word takes longer than a step. */
+        for (int at = threadIdx.x % 4 * 32; at < a->steps; at += 4 * 32)
+            prefetch_l2(s.row[i] + at);
     }
     s.first = w->first;
     s.end = w->end;
@@ -231,6 +234,24 @@ template <int KIND> struct row_decoder {
 
 /* ---- int4: sums of a step are scaled and added to those of the tile ---- */
 
+/* Issues the products of a piece; those of the first one begin the sums of the step. */
+template <class S>
+static __device__ __forceinline__ void issue_part(const consumer_pipeline *t, const stage_place *s,
+                                                  int piece, const fragments<S> *f,
+                                                  float (&part)[S::T / 2]) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < S::depth; i++) {
+        int product = piece * S::depth + i;
+        uint64_t x = t->tokens + s->at / 16 + product / 4 * (S::T * STEP / 16) + product % 4 * 2;
+        if constexpr (S::type == MOQ_NVFP4_F16)
+            wgmma_f16(part, f->a[i], x, product);
+        else
+            wgmma_bf16(part, f->a[i], x, product);
+    }
+    wgmma_commit();
+}
+
 template <class S>
 static __device__ __forceinline__ void add_scaled(const scale_words *words, float (&part)[S::T / 2],
                                                   float (&sum)[S::T / 2]) {
@@ -275,14 +296,11 @@ static __device__ __forceinline__ void multiply_groups(const consumer_pipeline *
     for (int left = steps; left > 0; left--) {
         stage_place now = *s;
         advance_words<S>(&words);
-#pragma unroll
-        for (int i = 0; i < S::T / 2; i++)
-            part[i] = 0.0f;
         mbarrier_wait(t->barriers.tokens + now.barriers, now.parity);
 #pragma unroll
         for (int piece = 0; piece < S::pieces; piece++) {
             fragments<S> *other = &set[1 - piece % 2];
-            issue<S>(t, &now, piece, &set[piece % 2], part);
+            issue_part<S>(t, &now, piece, &set[piece % 2], part);
             if (piece + 1 == S::pieces)
                 break;
             if (piece > 0) {
