@@ -16,6 +16,11 @@ pytestmark = pytest.mark.gpu
 COMPUTES = [(algo, "exact") for algo in GENERAL] + [("MXFP8", "fp8")]
 
 
+def needs_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+
 @pytest.mark.parametrize("kernel", ["simt", "sm80_general", "cublaslt_general"])
 @each("dtype", ["bfloat16", "float16", "float32"])
 @each("algo", GENERAL)
@@ -37,6 +42,35 @@ def test_matches_reference(rng: Any, monkeypatch: Any, kernel: str, algo: str, d
             assert method(to_cuda(x, dtype), params, to_cuda(bias), out) is out
             values = reference.as_float32(x)
             assert_close(to_numpy(out), case.expected(values, bias=bias, x_dtype=dtype), dtype)
+
+
+HOPPER = [
+    ("MXFP8", "bfloat16"),
+    *((algo, dtype) for algo in ("W8A16", "W4A16_AWQ") for dtype in ("bfloat16", "float16")),
+]
+"""Formats whose x stays as it is, with the types of x that the kernel for Hopper takes."""
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(128, 34), (1152, 690), (2176, 258)])
+@each("algo, dtype", HOPPER)
+def test_every_config_for_hopper(rng: Any, algo: str, dtype: str, columns: int, rows: int) -> None:
+    """Ragged rows and tokens; steps that split unevenly, or are fewer than the parts."""
+    needs_hopper()
+    case = random_case(rng, algo, columns, [rows - 18, 18])
+    method = case.method(dtype=dtype, device="cuda:0")
+    params = method.prepare(params_to_cuda(case.listed()))
+    bias = rng.standard_normal(rows).astype(np.float32)
+    for tokens in (1, 13, 70, 131):
+        x = random_x(rng, (tokens, columns), dtype)
+        expected = case.expected(reference.as_float32(x), bias=bias, x_dtype=dtype)
+        numbers = [n for kernel, n, *_ in method._plan.configs(tokens) if kernel == "cuda:sm90_general"]
+        assert len(numbers) >= 13
+        for number in numbers:
+            method._plan.keep(tokens, "cuda:sm90_general", number + 1)
+            assert method.backend_for(tokens) == "cuda:sm90_general"
+            out = poisoned(tokens, rows, dtype=dtype)
+            method(to_cuda(x, dtype), params, to_cuda(bias), out=out)
+            assert_close(to_numpy(out), expected, dtype)
 
 
 @each("dtype", ["bfloat16", "float16"])
@@ -96,8 +130,11 @@ def test_nan_stays_where_x_becomes_int8(rng: Any, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("columns", [16, 48, 80, 1040])
-def test_columns_that_fill_no_step(rng: Any, monkeypatch: Any, columns: int) -> None:
-    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:sm80_general")
+@each("kernel", ["sm80_general", "sm90_general"])
+def test_columns_that_fill_no_step(rng: Any, monkeypatch: Any, kernel: str, columns: int) -> None:
+    if kernel == "sm90_general":
+        needs_hopper()
+    monkeypatch.setenv("MOQEXT_KERNEL", f"cuda:{kernel}")
     case = random_case(rng, "W8A16", columns, [24])
     method = case.method(device="cuda:0")
     params = method.prepare(params_to_cuda(case.listed()))

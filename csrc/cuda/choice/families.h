@@ -17,6 +17,7 @@
     X(SM90_NVFP4_DECODE)                                                                           \
     X(SM80_GENERAL)                                                                                \
     X(SM80_NVFP4)                                                                                  \
+    X(SM90_GENERAL)                                                                                \
     X(SM90_NVFP4_MEDIUM)                                                                           \
     X(SM90_NVFP4_PREFILL)                                                                          \
     X(SM90_NVFP4_FP8_PREFILL)                                                                      \

@@ -15,9 +15,9 @@
  * two lanes at a time ask the same banks for, at half of the tensor cores' rate. */
 #include "core/invariant.h"
 #include "cuda/choice/grid.h"
+#include "cuda/device/general_codes.h"
 #include "cuda/device/load.h"
 #include "cuda/device/mma_tile.h"
-#include "cuda/device/nvfp4_decode.h"
 #include "cuda/device/round.h"
 #include "cuda/linear/any/mma_general_config.h"
 #include "cuda/runtime/launch.h"
@@ -29,8 +29,6 @@ namespace moq::mma_general {
 #define STEP      64 /* columns of a warp's step */
 #define HALF_STEP 32 /* columns of two products, and of a scale of e4m3 */
 #define STAGES    3
-
-enum { E4M3_MX, INT8, INT4 };
 
 typedef struct {
     const uint8_t *x; /* 16-bit values [m, K], of each partition from next_x on */
@@ -55,38 +53,6 @@ typedef struct {
 typedef struct {
     uint2 low, high;
 } codes;
-
-/* Returns 16 bits each of two codes of a word: bytes 0 and 1, or 2 and 3. */
-static __device__ __forceinline__ uint32_t spread(uint32_t word, int half) {
-    return __byte_perm(word, 0, half ? 0x4342 : 0x4140);
-}
-
-/* Subtracts two pairs, exactly for the operands used here. */
-template <moq_nvfp4_type TYPE>
-static __device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b) {
-    uint32_t difference;
-    if (TYPE == MOQ_NVFP4_F16)
-        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-    else /* b times -1, plus a: sm_80 has no other */
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(0xbf80bf80u), "r"(a));
-    return difference;
-}
-
-/* Returns two codes as numbers. e4m3 codes in fp16 leave out 2^8, which sums get. */
-template <int KIND, moq_nvfp4_type TYPE>
-static __device__ __forceinline__ uint32_t widen(uint32_t pair, int row) {
-    constexpr bool HALVES = TYPE == MOQ_NVFP4_F16;
-    if (KIND == E4M3_MX && HALVES)
-        return (pair & 0x00800080u) << 8 | (pair & 0x007f007fu) << 7;
-    if (KIND == E4M3_MX) /* exponents of bf16 are biased by 120 more: 2^120 is 0x7b80 */
-        return moq_nvfp4_multiply<TYPE>((pair & 0x00800080u) << 8 | (pair & 0x007f007fu) << 4,
-                                        0x7b807b80u);
-    uint32_t base = HALVES ? 0x64006400u : 0x43004300u; /* 1024 or 128, in steps of one */
-    if (KIND == INT8)
-        return subtract_pair<TYPE>(base | (pair & 0x007f007fu), base | (pair & 0x00800080u));
-    uint32_t nibbles = (pair >> 4 * row & 0x000f000fu) ^ 0x00080008u;
-    return subtract_pair<TYPE>(base | nibbles, base | 0x00080008u);
-}
 
 template <int KIND>
 static __device__ __forceinline__ codes load_codes(const linear_args &a, int first, int last,
@@ -144,8 +110,9 @@ static __device__ __forceinline__ void multiply_half(const codes &c, const float
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         uint32_t low = i / 2 ? c.low.y : c.low.x, high = i / 2 ? c.high.y : c.high.x;
-        w[i / 2][i % 2 * 2] = widen<KIND, TYPE>(spread(low, i % 2), 0);
-        w[i / 2][i % 2 * 2 + 1] = widen<KIND, TYPE>(spread(KIND == INT4 ? low : high, i % 2), 1);
+        w[i / 2][i % 2 * 2] = widen<KIND, TYPE>(spread<KIND>(low, i % 2), 0);
+        w[i / 2][i % 2 * 2 + 1] =
+            widen<KIND, TYPE>(spread<KIND>(KIND == INT4 ? low : high, i % 2), 1);
     }
 #pragma unroll
     for (int j = 0; j < TN / 8; j++) {

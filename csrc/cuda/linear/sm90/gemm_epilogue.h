@@ -122,6 +122,8 @@ static __device__ __forceinline__ float finish(const typename S::args *a, float 
                                                float column, float bias) {
     if (S::row_factors)
         sum *= S::token_factors ? column * row : row * S::unit;
+    else if (S::unit != 1.0f)
+        sum *= S::unit;
     return a->out.bias ? __fadd_rn(sum, bias) : sum;
 }
 

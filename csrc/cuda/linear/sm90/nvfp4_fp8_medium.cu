@@ -40,6 +40,7 @@ template <int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K> struct folded_tile
     /* Codes are loaded before the previous unit is folded, where registers allow. */
     static constexpr bool ahead = T < 128 || consumers < 384;
     static constexpr int copier = consumers, token_arrivals = 1;
+    static constexpr bool sorts = false;
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
     static constexpr int weight_bytes = weight_rows / 16 * 2 * UNIT;
@@ -165,7 +166,7 @@ static __device__ __forceinline__ void multiply_folded(const consumer_pipeline *
 
 struct folded_products {
     typedef uint32_t rows; /* powers of two of the rows whose scales this lane folds */
-    static __device__ __forceinline__ rows fetch(const gemm_args *a, int first) {
+    static __device__ __forceinline__ rows fetch(const gemm_args *a, const work *, int first) {
         int row = first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16 / 2;
         return moq_pack_folds(a->fold_scale[min(row, a->n - 1)],
                               a->fold_scale[min(row + 8, a->n - 1)]);
@@ -197,7 +198,7 @@ static variant variant_of(void) {
                *shared = NULL;
     if constexpr (SHARED)
         shared = (const void *)nvfp4_medium::nvfp4_medium<shape, folded_products, true>;
-    static_assert(shape::stage == MOQ_NVFP4_MEDIUM_STAGE(T, ROW_GROUPS, 1),
+    static_assert(shape::stage == MOQ_NVFP4_MEDIUM_STAGE(T, ROW_GROUPS, 1, MOQ_PACKED_STEP),
                   "as the choice counts it");
     return {shape::threads, {whole, shared}};
 }
@@ -254,8 +255,10 @@ extern "C" moq_status moq_cuda_nvfp4_fp8_medium(const moq_linear_call *call, moq
     a.fold_scale = call->fold_scale;
     a.x_scale = (const float *)((uint8_t *)call->workspace + w.scales);
     a.per_token = true;
-    return launch_tiles(call, &config, l, VARIANTS, &a, call->workspace, spec->in_features,
-                        spec->in_features, err);
+    CUtensorMap weights;
+    MOQ_TRY(map_packed(&weights, call, &config, err));
+    return launch_tiles(call, &config, l, VARIANTS, &a, &weights, call->workspace,
+                        spec->in_features, spec->in_features, err);
 }
 
 } // namespace moq::nvfp4_fp8_medium

@@ -1,6 +1,6 @@
-/* Configs of the NVFP4 GEMMs for medium numbers of tokens on Hopper, and their rows: see
- * nvfp4_medium_config.h. */
-#include "cuda/linear/sm90/nvfp4_medium_config.h"
+/* Configs of the GEMMs for medium numbers of tokens on Hopper, of NVFP4 weights and of those that
+ * general kernels read, and their rows: see nvfp4_medium_config.h and general_config.h. */
+#include "cuda/linear/sm90/general_config.h"
 
 #include "core/invariant.h"
 #include "cuda/choice/chip.h"
@@ -9,7 +9,8 @@
 
 #include <stdio.h>
 
-#define LEAST_STAGES 3
+#define LEAST_STAGES 3 /* and two of tiles of many tokens, whose steps take long */
+#define MANY_TOKENS  256
 #define MOST         (1 << 22)   /* tokens */
 #define MOST_OUTPUTS (1ll << 40) /* tiles are counted in 32 bits */
 
@@ -31,7 +32,7 @@ moq_nvfp4_medium_layout moq_nvfp4_medium_smem_layout(const moq_nvfp4_medium_shap
     l.stages =
         most / v->stage < MOQ_NVFP4_MEDIUM_STAGES ? most / v->stage : MOQ_NVFP4_MEDIUM_STAGES;
     l.stages -= l.stages % v->k_groups;
-    if (l.stages < LEAST_STAGES || l.stages < 2 * v->k_groups ||
+    if (l.stages < (v->tokens < MANY_TOKENS ? LEAST_STAGES : 2) || l.stages < 2 * v->k_groups ||
         (v->split_k && l.turn + turned > l.stages * v->stage))
         l.stages = 0;
     if (!v->split_k)
@@ -81,8 +82,11 @@ static int parts_for(const moq_linear_spec *spec, int64_t tiles, const moq_nvfp4
 }
 
 /* Configs are shapes with whole tiles, then shapes with shared ones. */
-static bool count(const moq_problem *p, const moq_nvfp4_medium_shape *v, bool tail, moq_load *w) {
+static bool count(const moq_problem *p, const moq_nvfp4_medium_shape *shapes, int shape_count,
+                  int config, moq_load *w) {
     const moq_linear_spec *spec = p->layer;
+    const moq_nvfp4_medium_shape *v = &shapes[config % shape_count];
+    bool tail = config >= shape_count;
     moq_nvfp4_medium_config geometry = partition_work(spec, p->tokens, v, 0, 1, false);
     int64_t tiles = geometry.row_tiles * geometry.columns;
     w->blocks = v->split_k ? parts_for(spec, tiles, v) : 1;
@@ -94,7 +98,8 @@ static bool count(const moq_problem *p, const moq_nvfp4_medium_shape *v, bool ta
     double turns = tail ? (double)tiles / (double)geometry.workers : rounds;
     double steps = (double)divide_up(spec->in_features, MOQ_NVFP4_MEDIUM_STEP);
     double tokens = (double)moq_nvfp4_medium_tokens(p->tokens, &geometry);
-    w->bytes = MOQ_NVFP4_BYTES * (double)spec->out_features * (double)spec->in_features;
+    w->bytes = (double)v->weight_step / MOQ_NVFP4_MEDIUM_STEP * (double)spec->out_features *
+               (double)spec->in_features;
     w->inside[0] = turns * steps / w->blocks / v->k_groups;
     w->inside[1] = w->inside[0] * tokens;
     w->inside[2] = rounds;
@@ -114,16 +119,19 @@ static moq_nvfp4_medium_config expand(const moq_nvfp4_medium_shape *shapes, int 
                : none;
 }
 
-#define SHAPE(token_size, tokens, row_groups, k_groups, split_k, shared)                           \
+/* Defines a row of a table of shapes. */
+#define SHAPE(token_size, weight_step, tokens, row_groups, k_groups, split_k, shared)              \
     {tokens,                                                                                       \
      row_groups,                                                                                   \
      k_groups,                                                                                     \
      split_k,                                                                                      \
      shared,                                                                                       \
-     MOQ_NVFP4_MEDIUM_STAGE(tokens, row_groups, token_size),                                       \
-     MOQ_NVFP4_MEDIUM_STEP * (token_size)},
-#define EXACT_SHAPE(...)  SHAPE(2, __VA_ARGS__)
-#define FOLDED_SHAPE(...) SHAPE(1, __VA_ARGS__)
+     MOQ_NVFP4_MEDIUM_STAGE(tokens, row_groups, token_size, weight_step),                          \
+     MOQ_NVFP4_MEDIUM_STEP * (token_size),                                                         \
+     weight_step},
+
+#define EXACT_SHAPE(...)  SHAPE(2, MOQ_PACKED_STEP, __VA_ARGS__)
+#define FOLDED_SHAPE(...) SHAPE(1, MOQ_PACKED_STEP, __VA_ARGS__)
 
 static bool takes(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     if (m > MOST_OUTPUTS / spec->out_features)
@@ -151,8 +159,7 @@ static bool can_run_nvfp4_fp8_medium(const moq_linear_spec *spec, int64_t m, cha
     enum { NAME##_COUNT = sizeof NAME##_SHAPES / sizeof *NAME##_SHAPES };                          \
     static const moq_rates NAME##_RATES[2 * NAME##_COUNT] = {MOQ_RATES_##NAME};                    \
     static bool work_##name(const moq_problem *p, int config, moq_load *w) {                       \
-        const moq_nvfp4_medium_shape *v = &NAME##_SHAPES[config % NAME##_COUNT];                   \
-        return count(p, v, config >= NAME##_COUNT, w);                                             \
+        return count(p, NAME##_SHAPES, NAME##_COUNT, config, w);                                   \
     }                                                                                              \
     static const moq_configs NAME = {                                                              \
         .configs = 2 * NAME##_COUNT, .rates = NAME##_RATES, .work = work_##name};                  \
@@ -170,3 +177,79 @@ static bool can_run_nvfp4_fp8_medium(const moq_linear_spec *spec, int64_t m, cha
 
 FAMILY(SM90_NVFP4_MEDIUM, nvfp4_medium, MOQ_NVFP4_MEDIUM_SHAPES, EXACT_SHAPE, false)
 FAMILY(SM90_NVFP4_FP8_MEDIUM, nvfp4_fp8_medium, MOQ_NVFP4_FP8_MEDIUM_SHAPES, FOLDED_SHAPE, true)
+
+/* ---- MXFP8, int8 and int4 weights (general.cu) ---- */
+
+#define GENERAL_SHAPE(...) SHAPE(2, MOQ_GENERAL_STEP, __VA_ARGS__)
+#define INT4_SHAPE(...)    SHAPE(2, MOQ_GENERAL_INT4_STEP, __VA_ARGS__)
+
+static const moq_nvfp4_medium_shape GENERAL_SHAPES[] = {MOQ_GENERAL_SHAPES(GENERAL_SHAPE)
+                                                            MOQ_GENERAL_WIDE_SHAPES(GENERAL_SHAPE)};
+
+enum { GENERAL_COUNT = sizeof GENERAL_SHAPES / sizeof *GENERAL_SHAPES };
+
+/* Shapes that int4 does not have have no tokens. */
+static const moq_nvfp4_medium_shape INT4_SHAPES[GENERAL_COUNT] = {MOQ_GENERAL_SHAPES(INT4_SHAPE)};
+
+/* Rates of every config, of each kind of weights. */
+typedef enum { E4M3, INT8, INT4, KINDS } kind;
+
+static const moq_rates GENERAL_RATES[KINDS * 2 * GENERAL_COUNT] = {MOQ_RATES_SM90_GENERAL};
+
+static const moq_nvfp4_medium_shape *general_shapes_of(const moq_linear_spec *spec) {
+    return spec->weight == MOQ_WEIGHT_INT4_GROUP ? INT4_SHAPES : GENERAL_SHAPES;
+}
+
+static bool work_general(const moq_problem *p, int config, moq_load *w) {
+    moq_weight_layout weight = ((const moq_linear_spec *)p->layer)->weight;
+    kind of = weight == MOQ_WEIGHT_INT4_GROUP ? INT4 : weight == MOQ_WEIGHT_INT8_ROW ? INT8 : E4M3;
+    w->rates = (int)of * 2 * GENERAL_COUNT + config;
+    const moq_nvfp4_medium_shape *shapes = general_shapes_of(p->layer);
+    return shapes[config % GENERAL_COUNT].tokens && count(p, shapes, GENERAL_COUNT, config, w);
+}
+
+static const moq_configs GENERAL = {
+    .configs = 2 * GENERAL_COUNT, .rates = GENERAL_RATES, .work = work_general};
+
+/* True if scales come a word for a row and 128 columns. */
+static bool suits_scales(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (spec->weight == MOQ_WEIGHT_INT8_ROW)
+        return moq_is_multiple_of_16("in_features", spec->in_features, reason, size);
+    if (spec->in_features % MOQ_NVFP4_MEDIUM_STEP)
+        snprintf(reason, size, "needs in_features to be a multiple of %d, got %lld",
+                 MOQ_NVFP4_MEDIUM_STEP, (long long)spec->in_features);
+    else if (spec->weight == MOQ_WEIGHT_INT4_GROUP && spec->group_size != MOQ_NVFP4_MEDIUM_STEP)
+        snprintf(reason, size, "needs groups of %d, got %d", MOQ_NVFP4_MEDIUM_STEP,
+                 spec->group_size);
+    else if (spec->weight == MOQ_WEIGHT_E4M3_GROUP && spec->dtype != MOQ_DT_BF16)
+        snprintf(reason, size, "multiplies MXFP8 weights by bfloat16, the layer has %s",
+                 moq_dtype_name(spec->dtype));
+    else
+        return true;
+    return false;
+}
+
+static bool can_run_general(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
+    if (!moq_is_on_sm90(spec, reason, size) || !moq_is_general(spec, reason, size) ||
+        !moq_has_int_rows(spec, reason, size) || !suits_scales(spec, reason, size) ||
+        !takes(spec, m, reason, size))
+        return false;
+    if (spec->input == MOQ_INPUT_AS_IS)
+        return true;
+    snprintf(reason, size, "multiplies x as it is, %s quantizes it", spec->algo);
+    return false;
+}
+
+MOQ_ENTRY moq_status moq_cuda_general(const moq_linear_call *call, moq_err *err);
+MOQ_ENTRY int64_t moq_cuda_general_workspace(const moq_linear_call *call);
+
+const moq_linear_kernel MOQ_LINEAR_SM90_GENERAL = {
+    {"cuda", "sm90_general", .configs = &GENERAL},
+    can_run_general,
+    .workspace = moq_cuda_general_workspace,
+    .run = moq_cuda_general,
+};
+
+moq_nvfp4_medium_config moq_general_expand_config(const moq_linear_call *call) {
+    return expand(general_shapes_of(call->spec), GENERAL_COUNT, call);
+}

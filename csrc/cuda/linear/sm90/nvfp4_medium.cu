@@ -45,7 +45,7 @@ sums_room room_of_sums(const moq_nvfp4_medium_config *config) {
 gemm_args begin_args(const moq_linear_call *call, const moq_nvfp4_medium_config *config, layout l,
                      void *room) {
     const moq_linear_spec *spec = call->spec;
-    int flight = FLIGHT_BYTES / (config->shape->row_groups * 64 * 72);
+    int flight = FLIGHT_BYTES / (config->shape->row_groups * 64 * config->shape->weight_step);
     int after = l.behind ? l.stages * config->shape->stage : 0;
     int64_t steps = divide_up(spec->in_features, STEP);
     gemm_args a = {.m = (int)call->m,
@@ -55,7 +55,7 @@ gemm_args begin_args(const moq_linear_call *call, const moq_nvfp4_medium_config 
                    .columns = (int)config->columns,
                    .tokens = (int)moq_nvfp4_medium_tokens(call->m, config),
                    .stages = l.stages,
-                   .flight = flight > 1 ? flight : 1,
+                   .flight = flight > 2 ? flight : 2,
                    .split_steps = (int)(steps / config->cluster),
                    .more_splits = (int)(steps % config->cluster),
                    .room = after,
@@ -78,19 +78,25 @@ moq_status refuse(const moq_linear_call *call, moq_err *err) {
                     (long long)call->m);
 }
 
-moq_status launch_tiles(const moq_linear_call *call, const moq_nvfp4_medium_config *config,
-                        layout l, const variant *variants, const gemm_args *args, const void *x,
-                        int64_t width, int64_t stride, moq_err *err) {
-    const moq_nvfp4_medium_shape *v = config->shape;
+moq_status map_packed(CUtensorMap *map, const moq_linear_call *call,
+                      const moq_nvfp4_medium_config *config, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
+    return moq_tensor_map_words(map, call->weight, moq_pack_slabs(spec->out_features),
+                                moq_pack_blocks(spec->in_features) * (MOQ_PACK_BYTES / 8),
+                                (uint32_t)config->shape->row_groups * 4, 2 * MOQ_PACK_BYTES / 8,
+                                err);
+}
+
+moq_status launch_tiles(const moq_linear_call *call, const moq_nvfp4_medium_config *config,
+                        layout l, const variant *variants, const gemm_args *args,
+                        const CUtensorMap *weights, const void *x, int64_t width, int64_t stride,
+                        moq_err *err) {
+    const moq_nvfp4_medium_shape *v = config->shape;
     gemm_args a = *args;
-    CUtensorMap weights, tokens;
-    MOQ_TRY(moq_tensor_map_words(&weights, call->weight, moq_pack_slabs(spec->out_features),
-                                 moq_pack_blocks(spec->in_features) * (MOQ_PACK_BYTES / 8),
-                                 (uint32_t)v->row_groups * 4, 2 * MOQ_PACK_BYTES / 8, err));
+    CUtensorMap w = *weights, tokens;
     MOQ_TRY(moq_tensor_map_rows(&tokens, x, call->m, width, stride, (uint32_t)a.tokens, err));
     int blocks = config->cluster;
-    moq_launch launch = {.what = "NVFP4 linear",
+    moq_launch launch = {.what = "linear for some dozens of tokens",
                          .kernel = variants[config->index].kernel[config->tail_tiles > 0],
                          .grid = v->split_k ? dim3((unsigned)blocks, (unsigned)config->row_tiles,
                                                    (unsigned)config->columns)
@@ -100,7 +106,7 @@ moq_status launch_tiles(const moq_linear_call *call, const moq_nvfp4_medium_conf
                          .shared = (size_t)(l.stages * v->stage + l.behind),
                          .stream = (cudaStream_t)call->stream,
                          .pdl = true};
-    void *parameters[] = {&weights, &tokens, &a};
+    void *parameters[] = {&w, &tokens, &a};
     return moq_cuda_launch(&launch, parameters, err);
 }
 
@@ -122,8 +128,10 @@ extern "C" moq_status moq_cuda_nvfp4_medium(const moq_linear_call *call, moq_err
     layout l = moq_nvfp4_medium_smem_layout(config.shape, config.cluster);
     gemm_args a = begin_args(call, &config, l, call->workspace);
     const variant *variants = spec->dtype == MOQ_DT_F16 ? float16_variants() : BFLOAT16_VARIANTS;
-    return launch_tiles(call, &config, l, variants, &a, call->x->data, spec->in_features * 2,
-                        call->x->stride[0] * 2, err);
+    CUtensorMap weights;
+    MOQ_TRY(map_packed(&weights, call, &config, err));
+    return launch_tiles(call, &config, l, variants, &a, &weights, call->x->data,
+                        spec->in_features * 2, call->x->stride[0] * 2, err);
 }
 
 } // namespace moq::nvfp4_medium

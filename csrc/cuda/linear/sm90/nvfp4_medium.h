@@ -45,6 +45,7 @@ typedef struct {
     moq_output out;
     const float *output_scale; /* [N] */
     const float *fold_scale;   /* FP8 products: [N], powers of two */
+    const void *weight_scale;  /* scales beside W: [N, steps] words (general.h) */
     const float *x_scale;      /* FP8 products: [m] */
     bool per_token;
     int turn_step;  /* from a warpgroup's staged outputs to the next one's */
@@ -77,6 +78,7 @@ template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_
     static constexpr int copier_registers = consumers == 512 ? 32 : 56;
     /* One warp copies weights, another tokens. */
     static constexpr int copier = consumers, token_arrivals = 1;
+    static constexpr bool sorts = false; /* a third warp puts tokens in another order */
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
     static constexpr int weight_bytes = weight_rows / 16 * 2 * UNIT;
@@ -102,6 +104,25 @@ template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_
 
 /* ---- copies of a step: tokens come first in a stage ---- */
 
+/* Copies the tokens of a step. */
+template <class S>
+static __device__ __forceinline__ void copy_tokens(const gemm_args *a, const producer_pipeline *p,
+                                                   const next_copy *f) {
+    uint32_t to = p->pipeline + (uint32_t)(f->slot.index * S::stage);
+    uint32_t bar = p->barriers.tokens + 8u * f->slot.index;
+    mbarrier_expect(bar, a->tokens * (STEP * S::token_size));
+#pragma unroll
+    for (int box = 0; box < S::token_size; box++, to += S::T * STEP) {
+        int column = (S::token_size * f->step + box) * STEP;
+        copy_box_2d(to, p->tokens, column, f->where.token, bar, p->token_policy);
+    }
+}
+
+/* Returns the number of this warp's 16 rows of W among those of its block. */
+template <class S> static __device__ __forceinline__ int slab_of_warp(void) {
+    return threadIdx.x / (128 * S::k_groups) * 4 + threadIdx.x % 128 / 32;
+}
+
 struct operand_copies {
     template <class S>
     static __device__ __forceinline__ void weights(const gemm_args *, const producer_pipeline *p,
@@ -116,14 +137,21 @@ struct operand_copies {
     template <class S>
     static __device__ __forceinline__ void tokens(const gemm_args *a, const producer_pipeline *p,
                                                   const next_copy *f) {
-        uint32_t to = p->pipeline + (uint32_t)(f->slot.index * S::stage);
-        uint32_t bar = p->barriers.tokens + 8u * f->slot.index;
-        mbarrier_expect(bar, a->tokens * (STEP * S::token_size));
-#pragma unroll
-        for (int box = 0; box < S::token_size; box++, to += S::T * STEP) {
-            int column = (S::token_size * f->step + box) * STEP;
-            copy_box_2d(to, p->tokens, column, f->where.token, bar, p->token_policy);
-        }
+        copy_tokens<S>(a, p, f);
+    }
+
+    /* Returns where this lane reads codes in the first stage. */
+    template <class S> static __device__ __forceinline__ uint32_t codes(uint32_t pipeline) {
+        uint32_t lane = threadIdx.x % 32;
+        return pipeline + S::token_bytes + slab_of_warp<S>() * (2 * UNIT) +
+               16 * (lane ^ (lane >> 3));
+    }
+
+    /* Returns where this lane reads the scales that it decodes. */
+    template <class S> static __device__ __forceinline__ uint32_t scales(uint32_t pipeline) {
+        uint32_t lane = threadIdx.x % 32;
+        return pipeline + S::token_bytes + slab_of_warp<S>() * (2 * UNIT) + MOQ_PACK_SCALES +
+               lane / 16 * UNIT + lane % 16 * 4;
     }
 };
 
@@ -178,35 +206,39 @@ static __device__ __forceinline__ scale_places find_scale_places(const consumer_
     return {kept(t->room + lane * 8), kept(t->room + lane / 4 * 16)};
 }
 
-/* Decodes this lane's scales of a step. */
-template <class S>
-static __device__ __forceinline__ void make_scales(const consumer_pipeline *t, const stage_place *s,
-                                                   const scale_places *p) {
-    uint32_t four = load_shared_word(t->scales + s->at);
-    store_shared_pair(p->made + s->scales, {moq_nvfp4_scales<S::type>(four, false),
-                                            moq_nvfp4_scales<S::type>(four, true)});
-    __syncwarp();
-}
+/* Decoder of packed codes. */
+struct packed_decoder {
+    scale_places p;
 
-/* Decodes a piece of a step. */
-template <class S>
-static __device__ __forceinline__ void decode(const consumer_pipeline *t, const stage_place *s,
-                                              const scale_places *p, int piece, fragments<S> *f) {
-    int first = piece * S::depth; /* index among the products of the step, four to a unit */
-    uint32_t from = t->codes + s->at + first / 4 * UNIT + first % 4 * 4;
-    uint32_t scales_from = p->needed + s->scales + first / 4 * (SCALES / 2) + first % 4 * 4;
-    uint32_t codes[S::depth], scales[S::depth];
-    if constexpr (S::depth == 4) {
-        *(uint4 *)codes = load_shared(from);
-        *(uint4 *)scales = load_shared(scales_from);
-    } else {
-        *(uint2 *)codes = load_shared_pair(from);
-        *(uint2 *)scales = load_shared_pair(scales_from);
+    /* Decodes this lane's scales of a step. */
+    template <class S>
+    __device__ __forceinline__ void begin_step(const consumer_pipeline *t, const stage_place *s) {
+        uint32_t four = load_shared_word(t->scales + s->at);
+        store_shared_pair(p.made + s->scales, {moq_nvfp4_scales<S::type>(four, false),
+                                               moq_nvfp4_scales<S::type>(four, true)});
+        __syncwarp();
     }
+
+    /* Decodes a piece of a step. */
+    template <class S>
+    __device__ __forceinline__ void decode(const consumer_pipeline *t, const stage_place *s,
+                                           int piece, fragments<S> *f) const {
+        int first = piece * S::depth; /* index among the products of the step, four to a unit */
+        uint32_t from = t->codes + s->at + first / 4 * UNIT + first % 4 * 4;
+        uint32_t scales_from = p.needed + s->scales + first / 4 * (SCALES / 2) + first % 4 * 4;
+        uint32_t codes[S::depth], scales[S::depth];
+        if constexpr (S::depth == 4) {
+            *(uint4 *)codes = load_shared(from);
+            *(uint4 *)scales = load_shared(scales_from);
+        } else {
+            *(uint2 *)codes = load_shared_pair(from);
+            *(uint2 *)scales = load_shared_pair(scales_from);
+        }
 #pragma unroll
-    for (int i = 0; i < S::depth; i++)
-        moq_nvfp4_fragment<S::type>(codes[i], scales[i], f->a[i]);
-}
+        for (int i = 0; i < S::depth; i++)
+            moq_nvfp4_fragment<S::type>(codes[i], scales[i], f->a[i]);
+    }
+};
 
 template <class S>
 static __device__ __forceinline__ void issue(const consumer_pipeline *t, const stage_place *s,
@@ -239,20 +271,19 @@ static __device__ __forceinline__ void release(const consumer_pipeline *t, const
 }
 
 /* Adds `steps` steps of this warpgroup from `s` on to the sums. While a piece is multiplied, the
- * next is decoded. */
-template <class S>
-static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int steps,
+ * next is decoded, by a class that reads the codes. */
+template <class S, class DECODER>
+static __device__ __forceinline__ void multiply(const consumer_pipeline *t, DECODER d, int steps,
                                                 stage_place *s, float (&sum)[S::T / 2]) {
     fragments<S> set[2] = {};
     stage_place before = *s;
-    scale_places p = find_scale_places(t);
     if (steps <= 0)
         return;
     mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
-    make_scales<S>(t, s, &p);
-    decode<S>(t, s, &p, 0, &set[0]);
+    d.template begin_step<S>(t, s);
+    d.template decode<S>(t, s, 0, &set[0]);
     if (S::early)
-        decode<S>(t, s, &p, 1, &set[1]);
+        d.template decode<S>(t, s, 1, &set[1]);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
         mbarrier_wait(t->barriers.tokens + s->barriers, s->parity);
@@ -266,14 +297,14 @@ static __device__ __forceinline__ void multiply(const consumer_pipeline *t, int 
                 release<S>(t, &before);
             bool have = S::early && piece == 0 && left == steps;
             if (piece + 1 < S::pieces && !have)
-                decode<S>(t, s, &p, piece + 1, other);
+                d.template decode<S>(t, s, piece + 1, other);
         }
         before = *s;
         advance_own<S>(s, t->stages);
         if (left > 1) {
             mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
-            make_scales<S>(t, s, &p);
-            decode<S>(t, s, &p, 0, &set[0]);
+            d.template begin_step<S>(t, s);
+            d.template decode<S>(t, s, 0, &set[0]);
         }
     }
     wgmma_wait<0>();
@@ -370,7 +401,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
         tile_place at = place_of<S>(a, w.number, 0);
         float sum[S::T / 2] = {};
         tile_terms<S> terms = {};
-        typename P::rows own = P::fetch(a, at.row + row);
+        typename P::rows own = P::fetch(a, &w, at.row + row);
         fetch_early<S>(a, &at, row, &terms);
         P::template complete<S>(a, &at, row, &terms);
         wait_for_predecessor(); /* returns at once from the second tile on */
@@ -399,6 +430,23 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
     }
 }
 
+/* Puts the tokens of every step in the order that a lane's codes have, where S::sorts: a warp
+ * between the copies and the products, whose barriers are `sorted`. */
+template <class S>
+static __device__ __forceinline__ void sort_tokens(const gemm_args *a, const producer_pipeline *p,
+                                                   uint32_t sorted) {
+    next_copy f = begin_copies<S>(a, p);
+    while (more(&f)) {
+        mbarrier_wait(p->barriers.tokens + 8u * f.slot.index, f.slot.parity);
+        S::copies::template sort<S>(a, p->pipeline + (uint32_t)(f.slot.index * S::stage));
+        fence_async_proxy();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            mbarrier_arrive(sorted + 8u * f.slot.index);
+        advance_copy<S>(a, p, &f);
+    }
+}
+
 template <class S, class P, bool STREAM_K>
 static __global__ void __launch_bounds__(S::threads, 1)
     nvfp4_medium(const __grid_constant__ CUtensorMap weights,
@@ -407,7 +455,8 @@ static __global__ void __launch_bounds__(S::threads, 1)
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[BARRIERS];
     __shared__ column_terms<S> terms[S::consumers / 128];
-    __shared__ __align__(16) uint8_t scales[S::consumers / 32 * (2 * SCALES)];
+    __shared__ __align__(16) uint8_t scales[S::sorts ? 16 : S::consumers / 32 * (2 * SCALES)];
+    __shared__ __align__(8) uint64_t sorted_barrier[S::sorts ? MAX_STAGES : 1];
     static_assert(sizeof terms <= COLUMN_TERMS_BYTES, "as the launch counts them");
     uint32_t first = fixed_shared_address(barrier), pipeline = fixed_shared_address(smem);
     stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
@@ -416,18 +465,20 @@ static __global__ void __launch_bounds__(S::threads, 1)
     producer_pipeline p = {
         &weights, &tokens, pipeline, 0, barriers, args.columns == 1 ? once : keep, keep, 0};
     next_copy f = {};
+    uint32_t sorted = fixed_shared_address(sorted_barrier);
     launch_dependents();
+    if (S::sorts && threadIdx.x == S::copier + 64)
+        for (int i = 0; i < args.stages; i++)
+            mbarrier_init(sorted + 8u * i, 1);
     set_up<S>(&args, &p, &meet, &f);
     if (threadIdx.x < S::consumers) {
         if (S::uneven)
             more_registers<S::registers>();
-        int slab = threadIdx.x / (128 * S::k_groups) * 4 + threadIdx.x % 128 / 32;
-        int lane = threadIdx.x % 32;
-        uint32_t unit = pipeline + (uint32_t)(S::token_bytes + slab * (2 * UNIT));
         uint32_t room = shared_address(scales) + threadIdx.x / 32 * (2 * SCALES);
-        consumer_pipeline t = {barriers,
-                               kept(unit + 16 * (lane ^ (lane >> 3))),
-                               kept(unit + MOQ_PACK_SCALES + lane / 16 * UNIT + lane % 16 * 4),
+        stage_barriers read = {first, S::sorts ? sorted : barriers.tokens, barriers.empty};
+        consumer_pipeline t = {read,
+                               kept(S::copies::template codes<S>(pipeline)),
+                               kept(S::copies::template scales<S>(pipeline)),
                                room,
                                wgmma_operand(pipeline),
                                (uint32_t)args.stages};
@@ -441,6 +492,10 @@ static __global__ void __launch_bounds__(S::threads, 1)
             produce_weights<S>(&args, &p, f);
         else if (threadIdx.x == S::copier + 32)
             produce_tokens<S>(&args, &p);
+        if constexpr (S::sorts) {
+            if (threadIdx.x / 32 == S::copier / 32 + 2)
+                sort_tokens<S>(&args, &p, sorted);
+        }
     }
 }
 
@@ -457,7 +512,7 @@ typedef struct {
 struct exact_products {
     typedef struct {
     } rows;
-    static __device__ __forceinline__ rows fetch(const gemm_args *, int) {
+    static __device__ __forceinline__ rows fetch(const gemm_args *, const work *, int) {
         return {};
     }
     template <class S>
@@ -467,7 +522,7 @@ struct exact_products {
     template <class S>
     static __device__ __forceinline__ void multiply(const consumer_pipeline *t, rows, int steps,
                                                     stage_place *s, float (&sum)[S::T / 2]) {
-        nvfp4_medium::multiply<S>(t, steps, s, sum);
+        nvfp4_medium::multiply<S>(t, packed_decoder{find_scale_places(t)}, steps, s, sum);
     }
 };
 
@@ -476,7 +531,7 @@ struct exact_products {
 template <moq_nvfp4_type TYPE, int T, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K, bool SHARED>
 static variant variant_of(void) {
     typedef tile<TYPE, T, ROW_GROUPS, K_GROUPS, SPLIT_K> shape;
-    static_assert(shape::stage == MOQ_NVFP4_MEDIUM_STAGE(T, ROW_GROUPS, 2),
+    static_assert(shape::stage == MOQ_NVFP4_MEDIUM_STAGE(T, ROW_GROUPS, 2, MOQ_PACKED_STEP),
                   "as the choice counts it");
     return {shape::threads,
             {(const void *)nvfp4_medium<shape, exact_products, false>,
@@ -504,11 +559,16 @@ moq_status refuse(const moq_linear_call *call, moq_err *err);
 gemm_args begin_args(const moq_linear_call *call, const moq_nvfp4_medium_config *config, layout l,
                      void *room);
 
+/* Describes W in the packed layout. */
+moq_status map_packed(CUtensorMap *map, const moq_linear_call *call,
+                      const moq_nvfp4_medium_config *config, moq_err *err);
+
 /* Launches a config's kernel, found in `variants`, one for each shape. x has a row of `width` bytes
  * for each token, `stride` bytes apart. */
 moq_status launch_tiles(const moq_linear_call *call, const moq_nvfp4_medium_config *config,
-                        layout l, const variant *variants, const gemm_args *args, const void *x,
-                        int64_t width, int64_t stride, moq_err *err);
+                        layout l, const variant *variants, const gemm_args *args,
+                        const CUtensorMap *weights, const void *x, int64_t width, int64_t stride,
+                        moq_err *err);
 
 } // namespace moq::nvfp4_medium
 

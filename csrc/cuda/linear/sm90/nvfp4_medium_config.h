@@ -17,10 +17,12 @@ extern "C" {
 #define MOQ_NVFP4_MEDIUM_BARRIERS (3 * MOQ_NVFP4_MEDIUM_STAGES + 2)
 #define MOQ_NVFP4_MEDIUM_SCALES   256 /* bytes that a warp makes of the scales of a step */
 
-/* Bytes of a step of a block: tokens, and packed rows of W. */
-#define MOQ_NVFP4_MEDIUM_STAGE(tokens, row_groups, token_size)                                     \
-    (((tokens) * MOQ_NVFP4_MEDIUM_STEP * (token_size) +                                            \
-      (row_groups) * 64 / 16 * 2 * MOQ_PACK_BYTES + 1023) /                                        \
+#define MOQ_PACKED_STEP 72 /* bytes of a packed row of W in a step */
+
+/* Bytes of a step of a block: tokens, and rows of W of `weight_step` bytes. */
+#define MOQ_NVFP4_MEDIUM_STAGE(tokens, row_groups, token_size, weight_step)                        \
+    (((tokens) * MOQ_NVFP4_MEDIUM_STEP * (token_size) + (row_groups) * 64 * (weight_step) +        \
+      1023) /                                                                                      \
      1024 * 1024)
 
 /* The shapes of tiles of exact products: X(tokens, warpgroups with rows of their own, warpgroups
@@ -71,6 +73,7 @@ typedef struct {
     bool split_k, shared; /* blocks of a cluster share K; of the last tiles, steps */
     int stage;            /* bytes of a step */
     int token_step;       /* bytes of a token in a step */
+    int weight_step;      /* bytes of a row of W in a step */
 } moq_nvfp4_medium_shape;
 
 /* How a call is done: a shape of tiles and how many there are. */

@@ -1,0 +1,64 @@
+/* Register decoder of MXFP8, int8 and int4 codes as the checkpoint stores them: two codes become
+ * 16-bit numbers, exactly.
+ *
+ * Instructions for two codes, from SASS of sm_90a: e4m3 PRMT, SHF, 2 LOP3 and HMUL2; int8 PRMT, 2
+ * LOP3 and HFMA2; int4, of two rows, PRMT, SHF, 2 LOP3 and 2 HADD2. */
+#ifndef MOQ_CUDA_DEVICE_GENERAL_CODES_H
+#define MOQ_CUDA_DEVICE_GENERAL_CODES_H
+
+#include "cuda/device/nvfp4_decode.h"
+
+namespace moq {
+
+enum general_kind { E4M3_MX, INT8, INT4 };
+
+/* Returns 16 bits each of two codes of a word, bytes 0 and 1 or 2 and 3: e4m3 in the upper half of
+ * its bits, others in the lower. */
+template <int KIND> static __device__ __forceinline__ uint32_t spread(uint32_t word, int half) {
+    if (KIND == E4M3_MX)
+        return __byte_perm(word, 0, half ? 0x3424 : 0x1404);
+    return __byte_perm(word, 0, half ? 0x4342 : 0x4140);
+}
+
+/* Subtracts two pairs, exactly for the operands used here. */
+template <moq_nvfp4_type TYPE>
+static __device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b) {
+    uint32_t difference;
+    if (TYPE == MOQ_NVFP4_F16)
+        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+    else /* b times -1, plus a: sm_80 has no other */
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(0xbf80bf80u), "r"(a));
+    return difference;
+}
+
+/* Returns (a & mask) ^ bits by one instruction; the compiler would take two, with a constant each. */
+static __device__ __forceinline__ uint32_t mask_and_flip(uint32_t a, uint32_t mask, uint32_t bits) {
+    uint32_t result;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(a), "r"(mask), "r"(bits));
+    return result;
+}
+
+/* Exponents of bf16 are biased by 120 more than those of e4m3: 2^120 twice. */
+#define E4M3_TO_BF16 0x7b807b80u
+
+/* Returns two codes of `spread` as numbers. e4m3 codes become bf16 times 2^-120 times `factor`, a
+ * pair of powers of two; in fp16 they leave out 2^8, which sums get. */
+template <int KIND, moq_nvfp4_type TYPE>
+static __device__ __forceinline__ uint32_t widen(uint32_t pair, int row,
+                                                 uint32_t factor = E4M3_TO_BF16) {
+    constexpr bool HALVES = TYPE == MOQ_NVFP4_F16;
+    if (KIND == E4M3_MX && HALVES)
+        return (pair & 0x80008000u) | (pair >> 1 & 0x3f803f80u);
+    if (KIND == E4M3_MX)
+        return moq_nvfp4_multiply<TYPE>((pair & 0x80008000u) | (pair >> 4 & 0x07f007f0u), factor);
+    uint32_t base = HALVES ? 0x64006400u : 0x43004300u; /* 1024 or 128, in steps of one */
+    if (KIND == INT8)
+        return subtract_pair<TYPE>(mask_and_flip(pair, 0x007f007fu, base),
+                                   mask_and_flip(pair, 0x00800080u, base));
+    return subtract_pair<TYPE>(mask_and_flip(pair >> 4 * row, 0x000f000fu, base | 0x00080008u),
+                               base | 0x00080008u);
+}
+
+} // namespace moq
+
+#endif

@@ -1,0 +1,380 @@
+/* Linear of MXFP8, int8 and int4 weights on Hopper: tile, copies and mainloops (general.cu).
+ *
+ * W is read as the checkpoint stores it, row by row: the copy engine brings 128 columns of the rows
+ * of a tile in the 128-byte swizzle. A lane reads columns 4t to 4t + 3 of each 16 of rows g and g +
+ * 8, or of int4 of the pair g of rows, and widens them into the fragment of a product: the even
+ * ones take the place of columns 2t and 2t + 1, the odd ones that of 2t + 8 and 2t + 9. A warp
+ * sorts each 16 columns of x likewise, even ones first, where they lie. Scales, a word for a row
+ * and a step, are loaded a step ahead. */
+#ifndef MOQ_CUDA_LINEAR_SM90_GENERAL_H
+#define MOQ_CUDA_LINEAR_SM90_GENERAL_H
+
+#include "cuda/device/general_codes.h"
+#include "cuda/linear/sm90/general_config.h"
+#include "cuda/linear/sm90/nvfp4_medium.h"
+
+namespace moq::general {
+
+using namespace nvfp4_medium;
+
+/* Exponents of E8M0 scales are lowered by 8, so that bf16 holds a scale times 2^120 up to 2^15;
+ * larger ones become infinite. */
+#define LOWERED 256.0f
+
+struct row_copies;
+
+/* Tile of a block, as in nvfp4_medium.h: 64 rows of W for each of ROW_GROUPS, by T tokens. */
+template <int KIND, moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K>
+struct general_tile {
+    typedef gemm_args args;
+    typedef layer_tiles<false> tiles;
+    typedef row_copies copies;
+    static constexpr bool stream_k = true, staggered = true;
+    static constexpr bool share_tokens = false, share_weights = false;
+    static __device__ __forceinline__ int tile_tokens(const gemm_args *a) {
+        return a->tokens;
+    }
+    static constexpr int kind = KIND;
+    static constexpr moq_nvfp4_type type = TYPE;
+    static constexpr int T = T_, WAVES = 1, row_groups = ROW_GROUPS, k_groups = K_GROUPS;
+    static constexpr bool split_k = SPLIT_K, pair = false;
+    static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
+    /* Registers of consumers and producers, where they differ. */
+    static constexpr bool uneven = consumers >= 384 || T == 256 || (KIND == INT4 && T == 128);
+    static constexpr int registers = consumers == 512 ? 112 : consumers == 384 ? 152 : 232;
+    static constexpr int copier_registers = consumers == 512 ? 32 : consumers == 384 ? 56 : 40;
+    static constexpr int copier = consumers, token_arrivals = 1;
+    static constexpr bool sorts = true;
+    static constexpr int threads = consumers + (uneven ? 128 : 96);
+    static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
+    static constexpr int code_rows = KIND == INT4 ? weight_rows / 2 : weight_rows;
+    static constexpr int weight_bytes = code_rows * STEP;
+    static constexpr int token_size = 2, token_bytes = T * STEP * token_size;
+    /* Products that a set of fragments is for. */
+    static constexpr int sums = KIND == INT4 ? T : T / 2; /* of a thread */
+    static constexpr int depth = sums >= 64 && consumers == 512 ? 2 : 4;
+    static constexpr int pieces = STEP / 16 / depth;
+    static constexpr int first_copies = ROW_GROUPS == 1 ? 3 : 1;
+    static constexpr bool early = false;
+    static constexpr int stage = (token_bytes + weight_bytes + 1023) / 1024 * 1024;
+    static constexpr bool own_room = T < 128;
+    static constexpr bool tokens_first = false, row_factors = KIND == INT8, token_factors = false;
+    static constexpr float unit = KIND == E4M3_MX ? LOWERED : 1.0f;
+};
+
+static __device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) {
+    return __byte_perm(a, b, 0x5410);
+}
+
+static __device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
+    return __byte_perm(a, b, 0x7632);
+}
+
+struct row_copies {
+    template <class S>
+    static __device__ __forceinline__ void weights(const gemm_args *, const producer_pipeline *p,
+                                                   const next_copy *f) {
+        uint32_t to = p->pipeline + (uint32_t)(f->slot.index * S::stage + S::token_bytes);
+        uint32_t bar = p->barriers.weights + 8u * f->slot.index;
+        int row = S::kind == INT4 ? f->where.row / 2 : f->where.row;
+        mbarrier_expect(bar, S::weight_bytes);
+        copy_box_2d(to, p->weights, f->step * STEP, row, bar, p->weight_policy);
+    }
+
+    template <class S>
+    static __device__ __forceinline__ void tokens(const gemm_args *a, const producer_pipeline *p,
+                                                  const next_copy *f) {
+        copy_tokens<S>(a, p, f);
+    }
+
+    /* Returns the address that this lane names to ldmatrix for the first codes in the first stage:
+     * its row of the first 8 or the next, or of int4 of the only 8, and its 16 columns. */
+    template <class S> static __device__ __forceinline__ uint32_t codes(uint32_t pipeline) {
+        uint32_t lane = threadIdx.x % 32, matrix = lane / 8;
+        uint32_t row = slab_of_warp<S>() * (S::kind == INT4 ? 8 : 16) + lane % 8;
+        uint32_t part = S::kind == INT4 ? matrix : matrix / 2;
+        if (S::kind != INT4)
+            row += matrix % 2 * 8;
+        return pipeline + S::token_bytes + row * STEP + (part ^ lane % 8) * 16;
+    }
+
+    /* Scales do not pass through shared memory. */
+    template <class S> static __device__ __forceinline__ uint32_t scales(uint32_t pipeline) {
+        return pipeline;
+    }
+
+    /* Sorts each 16 columns of the tokens of a stage, even ones first. */
+    template <class S>
+    static __device__ __forceinline__ void sort(const gemm_args *a, uint32_t stage) {
+        int lane = threadIdx.x % 32;
+#pragma unroll 1
+        for (int token = lane / 4; token < a->tokens; token += 8) {
+            uint32_t at = stage + token * 128 + (lane % 4 * 2 ^ token % 8) * 16;
+#pragma unroll
+            for (int box = 0; box < 2; box++, at += S::T * 128) {
+                uint4 v = load_shared(at), w = load_shared(at ^ 16);
+                store_shared(at, make_uint4(low_halves(v.x, v.y), low_halves(v.z, v.w),
+                                            low_halves(w.x, w.y), low_halves(w.z, w.w)));
+                store_shared(at ^ 16, make_uint4(high_halves(v.x, v.y), high_halves(v.z, v.w),
+                                                 high_halves(w.x, w.y), high_halves(w.z, w.w)));
+            }
+        }
+    }
+};
+
+/* ---- scales: a word for a row and a step, four E8M0 or a float ---- */
+
+/* The lane's words of its two rows: of the current step, and of the next of this warpgroup. */
+typedef struct {
+    const uint32_t *row[2];
+    uint32_t now[2], next[2];
+    int step, first, end; /* step of `next`; steps of the tile, which wrap around */
+} scale_words;
+
+static __device__ __forceinline__ void load_words(scale_words *s) {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        s->next[i] = __ldg(s->row[i] + s->step);
+}
+
+template <class S>
+static __device__ __forceinline__ scale_words find_words(const gemm_args *a, const work *w,
+                                                         int first) {
+    int g = threadIdx.x % 32 / 4, slab = first + threadIdx.x % 128 / 32 * 16;
+    int tile = S::split_k ? w->number : w->number / a->columns;
+    scale_words s = {};
+    for (int i = 0; i < 2; i++) {
+        int row = slab + (S::kind == INT4 ? 2 * g + i : g + 8 * i);
+        s.row[i] = (const uint32_t *)a->weight_scale + (int64_t)min(row, a->n - 1) * a->steps;
+        /* From memory a word takes longer than a step. */
+        for (int at = threadIdx.x % 4 * 32; at < a->steps; at += 4 * 32)
+            prefetch_l2(s.row[i] + at);
+    }
+    s.first = w->first;
+    s.end = w->end;
+    s.step = first_step(w, tile);
+    if (threadIdx.x / 128 % S::k_groups)
+        s.step = step_after(w, s.step);
+    load_words(&s);
+    return s;
+}
+
+/* Moves on to the words of the next step. */
+template <class S> static __device__ __forceinline__ void advance_words(scale_words *s) {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        s->now[i] = s->next[i];
+    s->step += S::k_groups;
+    if (s->step >= s->end)
+        s->step = min(s->step - (s->end - s->first), s->end - 1);
+    load_words(s);
+}
+
+/* ---- decoding ---- */
+
+/* Returns 2^112 times the scales of groups i and i + 2 of a row, in two halves: what makes of e4m3
+ * * 2^-120 the weight * 2^-8. */
+static __device__ __forceinline__ uint32_t factors_of(uint32_t word, int i) {
+    uint32_t codes = word >> 8 * i & 0x00ff00ffu;
+    return (__vminu2(codes, 0x008f008fu) + 0x00700070u) << 7;
+}
+
+/* Widens the even and the odd two of four columns, of the first or the second row of int4. */
+template <class S>
+static __device__ __forceinline__ void widen_four(uint32_t word, int row, uint32_t factor,
+                                                  uint32_t *even, uint32_t *odd) {
+    constexpr bool UPPER = S::kind == E4M3_MX; /* what is widened is in the upper bytes */
+    *even = widen<S::kind, S::type>(UPPER ? word << 8 : word, row, factor);
+    *odd = widen<S::kind, S::type>(UPPER ? word : word >> 8, row, factor);
+}
+
+/* Widens a piece of a step; `factor` has those of both rows. */
+template <class S>
+static __device__ __forceinline__ void widen_piece(const consumer_pipeline *t, const stage_place *s,
+                                                   const uint32_t (&factor)[2][2], int piece,
+                                                   fragments<S> *f) {
+    constexpr int AT_ONCE = S::kind == INT4 && S::depth == 4 ? 4 : 2; /* products of a load */
+#pragma unroll
+    for (int i = 0; i < S::depth; i += AT_ONCE) {
+        int product = piece * S::depth + i;
+        uint32_t word[4];
+        load_matrices(word, (t->codes + s->at) ^ (product << 4));
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+#pragma unroll
+            for (int row = 0; row < 2; row++)
+                widen_four<S>(
+                    word[S::kind == INT4 ? j : 2 * j + row], row,
+                    moq_nvfp4_twice(factor[row][(product + j) / 2 % 2], (product + j) / 4 != 0),
+                    &f->a[i + j][row], &f->a[i + j][2 + row]);
+    }
+}
+
+/* Decoder of rows of 8-bit codes. */
+template <int KIND> struct row_decoder {
+    scale_words words;
+    uint32_t factor[2][2];
+
+    template <class S>
+    __device__ __forceinline__ void begin_step(const consumer_pipeline *, const stage_place *) {
+        if (KIND != E4M3_MX)
+            return;
+        advance_words<S>(&words);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            factor[i / 2][i % 2] = factors_of(words.now[i / 2], i % 2);
+    }
+
+    template <class S>
+    __device__ __forceinline__ void decode(const consumer_pipeline *t, const stage_place *s,
+                                           int piece, fragments<S> *f) const {
+        widen_piece<S>(t, s, factor, piece, f);
+    }
+};
+
+/* ---- int4: sums of a step are scaled and added to those of the tile ---- */
+
+/* Issues the products of a piece; those of the first one begin the sums of the step. */
+template <class S>
+static __device__ __forceinline__ void issue_part(const consumer_pipeline *t, const stage_place *s,
+                                                  int piece, const fragments<S> *f,
+                                                  float (&part)[S::T / 2]) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < S::depth; i++) {
+        int product = piece * S::depth + i;
+        uint64_t x = t->tokens + s->at / 16 + product / 4 * (S::T * STEP / 16) + product % 4 * 2;
+        if constexpr (S::type == MOQ_NVFP4_F16)
+            wgmma_f16(part, f->a[i], x, product);
+        else
+            wgmma_bf16(part, f->a[i], x, product);
+    }
+    wgmma_commit();
+}
+
+template <class S>
+static __device__ __forceinline__ void add_scaled(const scale_words *words, float (&part)[S::T / 2],
+                                                  float (&sum)[S::T / 2]) {
+    stay_here(part);
+#pragma unroll
+    for (int i = 0; i < S::T / 2; i++)
+        sum[i] = __fmaf_rn(part[i], __uint_as_float(words->now[i / 2 % 2]), sum[i]);
+}
+
+/* Gives each lane the sums of rows g and g + 8, where it has those of rows 2g and 2g + 1. */
+template <class S> static __device__ __forceinline__ void sort_rows(float (&sum)[S::T / 2]) {
+    int lane = threadIdx.x % 32, g = lane / 4, low = g / 2 * 4 + lane % 4;
+#pragma unroll
+    for (int i = 0; i < S::T / 2; i += 4)
+#pragma unroll
+        for (int j = i; j < i + 2; j++) {
+            float even[2], odd[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                even[half] = __shfl_sync(0xffffffffu, sum[j], low + 16 * half);
+                odd[half] = __shfl_sync(0xffffffffu, sum[j + 2], low + 16 * half);
+            }
+            sum[j] = g % 2 ? odd[0] : even[0];
+            sum[j + 2] = g % 2 ? odd[1] : even[1];
+        }
+}
+
+/* Adds `steps` steps of this warpgroup from `s` on to the sums. While a piece is multiplied, the
+ * next is widened. */
+template <class S>
+static __device__ __forceinline__ void multiply_groups(const consumer_pipeline *t,
+                                                       scale_words words, int steps, stage_place *s,
+                                                       float (&sum)[S::T / 2]) {
+    constexpr uint32_t NO_FACTORS[2][2] = {};
+    fragments<S> set[2] = {};
+    float part[S::T / 2];
+    if (steps <= 0)
+        return;
+    mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
+    widen_piece<S>(t, s, NO_FACTORS, 0, &set[0]);
+#pragma unroll 1
+    for (int left = steps; left > 0; left--) {
+        stage_place now = *s;
+        advance_words<S>(&words);
+        mbarrier_wait(t->barriers.tokens + now.barriers, now.parity);
+#pragma unroll
+        for (int piece = 0; piece < S::pieces; piece++) {
+            fragments<S> *other = &set[1 - piece % 2];
+            issue_part<S>(t, &now, piece, &set[piece % 2], part);
+            if (piece + 1 == S::pieces)
+                break;
+            if (piece > 0) {
+                wgmma_wait<1>();
+                give_up<S>(other);
+            }
+            widen_piece<S>(t, &now, NO_FACTORS, piece + 1, other);
+        }
+        advance_own<S>(s, t->stages);
+        if (left > 1) {
+            mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
+            wgmma_wait<1>();
+            give_up<S>(&set[0]);
+            widen_piece<S>(t, s, NO_FACTORS, 0, &set[0]);
+        }
+        wgmma_wait<0>();
+        give_up<S>(&set[1]);
+        release<S>(t, &now);
+        add_scaled<S>(&words, part, sum);
+        stay_here(sum);
+    }
+    sort_rows<S>(sum);
+}
+
+/* ---- products ---- */
+
+template <class S> struct products {
+    typedef scale_words rows;
+    static __device__ __forceinline__ rows fetch(const gemm_args *a, const work *w, int first) {
+        if constexpr (S::kind == INT8)
+            return {};
+        else
+            return find_words<S>(a, w, first);
+    }
+    template <class>
+    static __device__ __forceinline__ void complete(const gemm_args *, const tile_place *, int,
+                                                    tile_terms<S> *) {
+    }
+    template <class>
+    static __device__ __forceinline__ void multiply(const consumer_pipeline *t, rows words,
+                                                    int steps, stage_place *s,
+                                                    float (&sum)[S::T / 2]) {
+        if constexpr (S::kind == INT4)
+            multiply_groups<S>(t, words, steps, s, sum);
+        else
+            nvfp4_medium::multiply<S>(t, row_decoder<S::kind>{words, {}}, steps, s, sum);
+    }
+};
+
+/* ---- shapes ---- */
+
+template <int KIND, moq_nvfp4_type TYPE, int T, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K,
+          bool SHARED>
+static variant variant_of(void) {
+    typedef general_tile<KIND, TYPE, T, ROW_GROUPS, K_GROUPS, SPLIT_K> shape;
+    static_assert(shape::stage == MOQ_NVFP4_MEDIUM_STAGE(T, ROW_GROUPS, 2,
+                                                         KIND == INT4 ? MOQ_GENERAL_INT4_STEP
+                                                                      : MOQ_GENERAL_STEP),
+                  "as the choice counts it");
+    return {
+        shape::threads,
+        {(const void *)nvfp4_medium::nvfp4_medium<shape, products<shape>, false>,
+         SHARED ? (const void *)nvfp4_medium::nvfp4_medium<shape, products<shape>, SHARED> : NULL}};
+}
+
+/* Defines the kernels of all shapes, of a kind of weights and a type of activations, in `name`. */
+#define GENERAL_VARIANT(kind, type, tokens, row_groups, k_groups, split_k, shared)                 \
+    variant_of<kind, type, tokens, row_groups, k_groups, split_k, shared>(),
+
+/* Return the kernels of every shape for weights of int8 (general_int8.cu) and int4
+ * (general_int4.cu). */
+const variant *int8_variants(moq_dtype dtype);
+const variant *int4_variants(moq_dtype dtype);
+
+} // namespace moq::general
+
+#endif
