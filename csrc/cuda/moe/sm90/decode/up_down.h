@@ -28,6 +28,7 @@
 #ifndef MOQ_CUDA_MOE_SM90_DECODE_UP_DOWN_H
 #define MOQ_CUDA_MOE_SM90_DECODE_UP_DOWN_H
 
+#include "cuda/device/divide.h"
 #include "cuda/moe/expert_activation.h"
 #include "cuda/moe/sm90/decode/scheduler.h"
 
@@ -46,18 +47,6 @@ typedef struct {
     int slab_bytes;                        /* bytes of a packed slab */
     int partition_count, partition_blocks; /* partitions, and block rows of each */
 } stack;
-
-/* A divisor and floor((2^32 - 1) / by). */
-typedef struct {
-    int by;
-    uint32_t inverse;
-} divisor;
-
-/* Returns n / d->by for n below 2^31. */
-static __device__ __forceinline__ int divide(int n, const divisor *d) {
-    int quotient = (int)__umulhi((uint32_t)n, d->inverse); /* at most one too small */
-    return quotient + (n - quotient * d->by >= d->by);
-}
 
 /* Arguments that both kernels share. */
 typedef struct {
@@ -629,11 +618,6 @@ static __global__ void __launch_bounds__(THREADS, 2)
 }
 
 /* ---- launch (launch.cu) ---- */
-
-static inline divisor divisor_of(int by) {
-    divisor d = {by, 0xffffffffu / (uint32_t)by};
-    return d;
-}
 
 /* Fill the arguments, except blocks, bytes and maps, which depend on the format. */
 up_args up_of(const moq_moe_call *call, const moq_moe_decode_share *share);
