@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -40,7 +41,7 @@ from moqext import _C
 
 FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 GENERAL = ("MXFP8", "W8A16", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "W4A8_AWQ")
-"""Formats of linears that kernels for Hopper do not have."""
+"""Formats that kernels for Hopper do not have."""
 LAYERS = (*FP8, "NVFP4", "NVFP4,fp8", *GENERAL)
 SHAPES = (
     *((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (2048, 2048), (7168, 2048)),
@@ -487,6 +488,16 @@ def linear_cells(tokens: Iterable[int], shapes: Iterable[str], kinds: Iterable[s
         yield Cell(layer, shape, count)
 
 
+@cache
+def has_experts(layer: str, model: str) -> bool:
+    """Whether a format has the experts of a model: groups of int4 divide the columns of some."""
+    try:
+        experts_plan(layer, MODELS[model], next(iter(CHIPS.values())))
+    except ValueError:
+        return False
+    return True
+
+
 def grid(options: argparse.Namespace) -> Iterator[Cell]:
     """All cells, the most telling first."""
     shapes = [f"{rows}x{columns}" for rows, columns in options.shapes]
@@ -494,8 +505,8 @@ def grid(options: argparse.Namespace) -> Iterator[Cell]:
         if options.only != "experts":
             yield from linear_cells(options.tokens or linear, shapes, options.layer)
         if options.only != "linears":
-            kinds = [layer for layer in options.layer if layer not in GENERAL]
-            yield from linear_cells(options.tokens or expert, options.model, kinds)
+            cells = linear_cells(options.tokens or expert, options.model, options.layer)
+            yield from (cell for cell in cells if has_experts(cell.layer, cell.where))
         if options.tokens:
             return
 

@@ -78,7 +78,7 @@ def block_scales(rng, *shape):
     return np.where(rng.random(shape) < 0.06, rng.choice(np.uint8([0, 0x80]), shape), codes)
 
 
-def random_general_part(rng, algo, rows, columns):
+def random_general_part(rng, algo, rows, columns, group_size=None):
     """Codes that only general kernels read, with their scales."""
     floats = lambda *shape: np.exp2(rng.uniform(-12, -4, shape)).astype(np.float32)  # noqa: E731
     if algo == "MXFP8":
@@ -86,7 +86,7 @@ def random_general_part(rng, algo, rows, columns):
         return {"weight": e4m3_codes(rng, rows, columns), "weight_scale": powers}
     if "AWQ" in algo:
         codes = rng.integers(0, 256, (rows // 2, columns), dtype=np.uint8)
-        part = {"weight": codes, "weight_scale": floats(rows, columns // 128)}
+        part = {"weight": codes, "weight_scale": floats(rows, columns // (group_size or 128))}
         return part | ({"weight_scale_2": floats()} if algo == "W4A8_AWQ" else {})
     return {"weight": rng.integers(-128, 128, (rows, columns), dtype=np.int8), "weight_scale": floats(rows)}
 
@@ -128,7 +128,7 @@ def random_part(rng, algo, rows, columns, group_size=None, input_scale=True):
             "weight_scale": np.exp2(rng.uniform(-12, -4, blocks)).astype(np.float32),
         }
     elif algo in GENERAL:
-        part = random_general_part(rng, algo, rows, columns)
+        part = random_general_part(rng, algo, rows, columns, group_size)
     else:
         per_row = algo == "FP8_PER_CHANNEL_PER_TOKEN"
         scale = np.exp2(rng.uniform(-12, -4, rows)).astype(np.float32) if per_row else scalar()

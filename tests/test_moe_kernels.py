@@ -6,6 +6,7 @@ import pytest
 
 from moqext import _C, UnsupportedQuantization
 
+from .linear_cases import GENERAL
 from .moe_cases import COMPUTES
 from .work import each
 
@@ -21,13 +22,18 @@ def plan(algo: str, compute: str, dtype: str = "bfloat16", chip: str = "8.0", si
 
 def product_of(algo: str, compute: str) -> str:
     """The kernel for any chip of 16-bit layers."""
+    if algo in GENERAL and compute == "exact":
+        return "cuda:sm80_general"
     if "FP4" not in algo:
         return "cuda:sm80_fp8"
     return "cuda:sm80_nvfp4_fp8" if compute == "fp8" else "cuda:sm80_nvfp4"
 
 
+EVERY = [*COMPUTES, *((algo, "exact") for algo in GENERAL), ("MXFP8", "fp8")]
+
+
 @each("dtype", ["bfloat16", "float16"])
-@each("algo, compute", COMPUTES)
+@each("algo, compute", EVERY)
 def test_tensor_cores_do_every_compute(algo, compute, dtype):
     """Whatever is multiplied, no layer of a model is left to plain cores on any chip."""
     for chip in CHIPS:
@@ -58,17 +64,19 @@ def test_auto_is_exact_where_folding_gains_nothing(chip):
         ("NVFP4", "fp8", "float32", "cuda:sm80_nvfp4_fp8", "16-bit activations, the layer has float32"),
         ("W4A8_NVFP4_FP8", "exact", "float32", "cuda:sm80_nvfp4", "the layer has float32"),
         ("NVFP4", "fp4", "bfloat16", "cuda:sm80_fp8", "multiplies FP8 weights"),
+        ("FP8", "exact", "bfloat16", "cuda:sm80_general", "MXFP8, int8 and int4 weights, FP8 with compute"),
+        ("W8A16", "exact", "float32", "cuda:sm80_general", "16-bit activations, the layer has float32"),
     ],
 )
 def test_what_is_refused(algo, compute, dtype, kernel, reason):
     assert reason in dict(plan(algo, compute, dtype).explain())[kernel]
 
 
-@each("algo, compute", COMPUTES)
+@each("algo, compute", EVERY)
 def test_too_many_experts_are_refused_by_all(algo, compute):
     """Their slots are sorted by counts that a block holds."""
     with pytest.raises(UnsupportedQuantization, match="needs at most 1024 experts, got 1025"):
-        plan(algo, compute, sizes=(1025, 128, 64, 2))
+        plan(algo, compute, sizes=(1025, 128, 128, 2))
 
 
 @pytest.mark.parametrize("compute", ["exact", "fp8", "fp4", "auto"])

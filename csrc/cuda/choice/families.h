@@ -33,6 +33,7 @@
     X(SM80_FP8)                                                                                    \
     X(SM80_NVFP4)                                                                                  \
     X(SM80_NVFP4_FP8)                                                                              \
+    X(SM80_GENERAL)                                                                                \
     X(SM90_FP8_DECODE)                                                                             \
     X(SM90_NVFP4_DECODE)                                                                           \
     X(SM90_FP8_PREFILL)                                                                            \

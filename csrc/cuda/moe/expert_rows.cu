@@ -48,11 +48,12 @@ static __host__ __device__ constexpr bool is_values(row_format format) {
 
 static __host__ __device__ constexpr bool is_halves(row_format format) {
     return format == ROWS_HALVES_TENSOR || format == ROWS_HALVES_TOKEN ||
-           format == ROWS_HALVES_NVFP4;
+           format == ROWS_HALVES_NVFP4 || format == ROWS_HALVES_INT8;
 }
 
 static __host__ __device__ constexpr bool has_row_scales(row_format format) {
-    return format == ROWS_AMAX || format == ROWS_TOKEN || format == ROWS_HALVES_TOKEN;
+    return format == ROWS_AMAX || format == ROWS_TOKEN || format == ROWS_HALVES_TOKEN ||
+           format == ROWS_HALVES_INT8;
 }
 
 /* ---- values ---- */
@@ -188,6 +189,17 @@ static __device__ __forceinline__ void store_values(const row_args *a, moq_dtype
     to[1] = make_uint4(word[4], word[5], word[6], word[7]);
 }
 
+/* Returns the scale of a row: by token, or of int8 that of the expert if it has one. */
+template <row_format FORMAT>
+static __device__ __forceinline__ float scale_of_row(const row_args *a, int expert, float amax) {
+    if (FORMAT != ROWS_HALVES_INT8)
+        return moq_token_scale(amax);
+    if (a->input_scale)
+        return a->input_scale[expert * a->partition_count];
+    float scale = __fdiv_rn(amax, MOQ_INT8_MAX);
+    return scale < 1.17549435e-38f ? 1.0f : scale; /* FLT_MIN */
+}
+
 /* Stores the values of a thread's codes as float16. */
 template <row_format FORMAT>
 static __device__ __forceinline__ void store_halves(const row_args *a, int row, int64_t column,
@@ -196,9 +208,12 @@ static __device__ __forceinline__ void store_halves(const row_args *a, int row, 
         round_nvfp4(value, scale);
     if (FORMAT == ROWS_HALVES_TOKEN)
         moq_divide(value, scale, scale > 1e-12f && scale < 1e30f);
+    float inverse = FORMAT == ROWS_HALVES_INT8 ? __frcp_rn(scale) : scale;
 #pragma unroll
-    for (int i = 0; i < 16 && FORMAT != ROWS_HALVES_NVFP4; i++)
-        value[i] = round_e4m3(FORMAT == ROWS_HALVES_TENSOR ? __fmul_rn(value[i], scale) : value[i]);
+    for (int i = 0; i < 16 && FORMAT != ROWS_HALVES_NVFP4; i++) {
+        float quotient = FORMAT == ROWS_HALVES_TOKEN ? value[i] : __fmul_rn(value[i], inverse);
+        value[i] = FORMAT == ROWS_HALVES_INT8 ? round_int8(quotient) : round_e4m3(quotient);
+    }
     store_values(a, MOQ_DT_F16, row, column, value);
 }
 
@@ -253,7 +268,7 @@ static __global__ void __launch_bounds__(THREADS) make_rows(const __grid_constan
     int64_t column = (int64_t)threadIdx.x * 16, base = 0;
     if constexpr (KEPT > 0) {
         float kept[KEPT][16] = {}, amax = find_amax<OF_U>(&a, &p, kept);
-        scale = moq_token_scale(amax);
+        scale = scale_of_row<FORMAT>(&a, p.expert, amax);
         if (threadIdx.x == 0)
             a.scales[row] = FORMAT == ROWS_AMAX ? amax : scale;
 #pragma unroll
@@ -401,6 +416,8 @@ template <bool OF_U> static const void *kernel_for(row_format format, int64_t co
         return kernel_keeping<OF_U, ROWS_HALVES_TOKEN>(columns);
     case ROWS_HALVES_NVFP4:
         return (const void *)make_rows<OF_U, ROWS_HALVES_NVFP4, 0>;
+    case ROWS_HALVES_INT8:
+        return kernel_keeping<OF_U, ROWS_HALVES_INT8>(columns);
     default:
         return (const void *)make_rows<OF_U, ROWS_VALUES, 0>;
     }

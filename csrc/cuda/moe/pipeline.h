@@ -20,10 +20,12 @@ typedef enum {
     ROWS_GROUP,  /* e4m3 and a scale a row and 128 columns, [columns / 128, scale_stride] */
     ROWS_NVFP4,  /* pairs of e2m1 and an e4m3 scale a row and 16 columns, [rows, columns / 16] */
     /* Values of codes without their scale, as float16: of e4m3 codes with per-tensor or token
-     * scales, and of NVFP4 codes times their block scales with the input_scale of the expert. */
+     * scales, of NVFP4 codes times their block scales with the input_scale of the expert, and of
+     * int8 codes with a scale a row. */
     ROWS_HALVES_TENSOR,
     ROWS_HALVES_TOKEN,
-    ROWS_HALVES_NVFP4
+    ROWS_HALVES_NVFP4,
+    ROWS_HALVES_INT8
 } row_format;
 
 /* Rows in the workspace, in the order of `groups`. Columns from K up to a multiple of 16 are

@@ -9,20 +9,24 @@
 #include <math.h>
 #include <stdio.h>
 
-/* The fewest rows of a tile that hold nearly every expert's, or the most that there are. */
-static int tile_rows(double rows, int least) {
-    int most = least;
-    while (most < 128 && rows + sqrt(rows) > most)
-        most *= 2;
-    return most;
+/* The fewest rows of a tile that hold nearly every expert's, from `least` to `most`. */
+static int tile_rows(double rows, int least, int most) {
+    int tile = least;
+    while (tile < most && rows + sqrt(rows) > tile)
+        tile *= 2;
+    return tile;
 }
 
 int moq_moe_mma_fp8_tile_rows(double rows) {
-    return tile_rows(rows, 16);
+    return tile_rows(rows, 16, 128);
 }
 
 int moq_moe_mma_nvfp4_tile_rows(double rows) {
-    return tile_rows(rows, 8);
+    return tile_rows(rows, 8, 128);
+}
+
+int moq_moe_mma_general_tile_rows(double rows) {
+    return tile_rows(rows, 8, 64);
 }
 
 static bool count(const moq_problem *p, double bytes, int tile, moq_load *w) {
@@ -123,3 +127,45 @@ FAMILY(SM80_NVFP4, mma_nvfp4, "sm80_nvfp4", moq_moe_mma_nvfp4_tile_rows(rows), M
        false)
 FAMILY(SM80_NVFP4_FP8, mma_nvfp4_folded, "sm80_nvfp4_fp8", moq_moe_mma_nvfp4_tile_rows(rows),
        MOQ_NVFP4_BYTES, true)
+
+/* ---- 8- and 4-bit weights that only general kernels read ---- */
+
+/* Rates of NVFP4's products stand for those of general ones until these have times. */
+#ifndef MOQ_RATES_MOE_SM80_GENERAL
+#define MOQ_RATES_MOE_SM80_GENERAL                                                                 \
+    MOQ_RATES_MOE_SM80_NVFP4, MOQ_RATES_MOE_SM80_NVFP4, MOQ_RATES_MOE_SM80_NVFP4
+#endif
+
+/* Rows of the rates. */
+typedef enum { GENERAL_E4M3, GENERAL_INT8, GENERAL_INT4, GENERAL_KINDS } general_kind;
+
+static const moq_rates SM80_GENERAL_RATES[GENERAL_KINDS] = {MOQ_RATES_MOE_SM80_GENERAL};
+
+static bool work_general(const moq_problem *p, int config, moq_load *w) {
+    const moq_moe_spec *spec = p->layer;
+    double rows = moq_expected_slots(spec, p->tokens) / moq_active_experts(spec, p->tokens);
+    bool int4 = spec->w13.weight == MOQ_WEIGHT_INT4_GROUP;
+    (void)config;
+    w->rates = int4                                      ? GENERAL_INT4
+               : spec->w13.weight == MOQ_WEIGHT_INT8_ROW ? GENERAL_INT8
+                                                         : GENERAL_E4M3;
+    return count(p, int4 ? 0.5 : 1, moq_moe_mma_general_tile_rows(rows), w);
+}
+
+static const moq_configs SM80_GENERAL = {
+    .configs = 1, .rates = SM80_GENERAL_RATES, .work = work_general};
+
+static bool can_run_general(const moq_moe_spec *spec, int64_t tokens, char *reason, size_t size) {
+    (void)tokens;
+    return moq_runs_as_linears(&MOQ_LINEAR_SM80_GENERAL, spec, reason, size);
+}
+
+MOQ_ENTRY moq_status moq_cuda_moe_mma_general(const moq_moe_call *call, moq_err *err);
+MOQ_ENTRY int64_t moq_cuda_moe_mma_general_workspace(const moq_moe_call *call);
+
+const moq_moe_kernel MOQ_MOE_SM80_GENERAL = {
+    {"cuda", "sm80_general", .configs = &SM80_GENERAL},
+    can_run_general,
+    .workspace = moq_cuda_moe_mma_general_workspace,
+    .run = moq_cuda_moe_mma_general,
+};

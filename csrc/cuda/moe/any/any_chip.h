@@ -8,6 +8,7 @@ extern "C" {
 
 int moq_moe_mma_fp8_tile_rows(double rows);
 int moq_moe_mma_nvfp4_tile_rows(double rows);
+int moq_moe_mma_general_tile_rows(double rows);
 
 #ifdef __cplusplus
 }
