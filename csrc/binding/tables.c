@@ -50,7 +50,7 @@ static PyObject *facts_to_python(const moq_algo_facts *facts) {
         sizes_to_python(facts), "pre_quant_scale", PyBool_FromLong(facts->pre_quant_scale),
         "low_rank", PyBool_FromLong(facts->low_rank), "input_scale",
         INPUT_SCALE[facts->input_scale], "input_max", (double)facts->input_max, "linear",
-        facts->has_linear ? INPUT[facts->input] : NULL);
+        has_weight ? INPUT[facts->input] : NULL);
 }
 
 /* Appends a new reference, and takes it; -1 where it is NULL or does not fit. */
