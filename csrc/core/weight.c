@@ -103,7 +103,7 @@ static moq_status check_group(const moq_algo_facts *facts, int64_t group_size, m
     return MOQ_OK;
 }
 
-/* Finds the rank of low-rank pairs, which experts do not have. */
+/* Finds the rank of low-rank pairs. */
 static moq_status check_rank(const moq_weight_names *names, const moq_algo_facts *facts,
                              moq_weight *weight, moq_err *err) {
     int64_t most = INT32_MAX / MOQ_MAX_PARTITIONS;
@@ -111,16 +111,20 @@ static moq_status check_rank(const moq_weight_names *names, const moq_algo_facts
         return moq_fail_of(err, MOQ_ERR_VALUE, "rank", "%s has no low-rank pair", weight->algo);
     if (!facts->low_rank)
         return MOQ_OK;
-    if (names->experts)
-        return moq_fail(err, MOQ_ERR_UNSUPPORTED,
-                        "%s runs as linears, and has no experts; `dequantize` and `moqext convert "
-                        "--to bf16` do read them",
-                        weight->algo);
     if (names->rank < 0 || names->rank > most)
         return moq_fail_of(err, MOQ_ERR_VALUE, "rank", "expected 1 to %lld, got %lld",
                            (long long)most, (long long)names->rank);
     weight->rank = names->rank ? (int32_t)names->rank : MOQ_SVD_RANK;
-    return MOQ_OK;
+    return names->experts ? moq_weight_refuse_experts(weight, err) : MOQ_OK;
+}
+
+moq_status moq_weight_refuse_experts(const moq_weight *weight, moq_err *err) {
+    if (!weight->rank)
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                    "%s runs as linears, and not as experts; `dequantize` and `moqext convert --to "
+                    "bf16` do read them",
+                    weight->algo);
 }
 
 static moq_status check_partitions(const moq_weight_names *names, moq_weight *weight,

@@ -123,6 +123,9 @@ typedef struct {
  * MOQ_ERR_VALUE for an unknown one or sizes no checkpoint can hold. */
 moq_status moq_weight_resolve(const moq_weight_names *names, moq_weight *weight, moq_err *err);
 
+/* Fails for a weight with low-rank pairs, which experts do not have: MOQ_ERR_UNSUPPORTED. */
+moq_status moq_weight_refuse_experts(const moq_weight *weight, moq_err *err);
+
 /* Promises that all partitions (of an expert) have the same input_scale: MOQ_ERR_UNSUPPORTED where
  * there is none. */
 moq_status moq_weight_promise_one_input_scale(moq_weight *weight, moq_err *err);
