@@ -21,8 +21,8 @@ class LinearMethod(PlannedMethod):
 
     Args:
         quant_algo: "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4_AWQ", "NVFP4_SVD",
-            "W4A16_NVFP4", "W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8", "MXFP8", "W4A16_AWQ", "W4A8_AWQ", "W8A16" or
-            "W8A8_SQ_PER_CHANNEL", in any spelling that configurations use.
+            "W4A16_NVFP4", "W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8", "MXFP8", "W4A16_AWQ", "W4A8_AWQ",
+            "W8A16" or "W8A8_SQ_PER_CHANNEL", in any spelling that configurations use.
         in_features: K, columns of the weight.
         out_partitions: Rows of each layer fused into this one, in order ([q, k, v] or [N]). Every partition
             keeps its own scales; none is requantized.
@@ -56,9 +56,9 @@ class LinearMethod(PlannedMethod):
     differ by at most 14, MXFP8 only in codes that become subnormal.
 
     `compute="auto"` is `"exact"`, but on CUDA NVFP4, NVFP4_AWQ, NVFP4_SVD, W4A16_NVFP4 and MXFP4, from one
-    prepared copy, run as `"fp8"` wherever that is expected to be faster for the number of tokens, which on Hopper is
-    from some hundreds on: `compute_for` tells which. A call has the bits that a method of that compute would
-    give it.
+    prepared copy, run as `"fp8"` wherever that is expected to be faster for the number of tokens, which on
+    Hopper is from some hundreds on: `compute_for` tells which. A call has the bits that a method of that
+    compute would give it.
 
     The attributes are the arguments, resolved: canonical names, the group size that holds. Copying and
     pickling work.

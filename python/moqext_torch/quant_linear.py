@@ -43,9 +43,9 @@ class QuantLinear(PreparedModule):
 
     The tensors of a layer [N, K] are those of the checkpoint: `weight`, float8_e4m3fn [N, K] or uint8
     [N, K / 2] with two values of NVFP4 in a byte; `weight_scale`, float32, or e4m3 [N, K / group_size],
-    of MXFP4 uint8;
-    `weight_scale_2`, `input_scale`, `pre_quant_scale`, `lora_a`, `lora_b`, float32; `bias`. `LinearMethod.checkpoint_params`
-    lists them.
+    of MXFP4 uint8; `weight_scale_2`, `input_scale`, `pre_quant_scale`, `lora_a`, `lora_b`, float32; `bias`.
+    `LinearMethod.checkpoint_params` lists them. Files may name a tensor otherwise, as ModelOpt does
+    `weight_quantizer._svdquant_lora_a`; `from_checkpoint` knows.
 
     Raises:
         UnsupportedQuantization, ValueError: as `LinearMethod`.
@@ -78,7 +78,13 @@ class QuantLinear(PreparedModule):
         super().__init__(dtype)
         partitions = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         about = LinearMethod(
-            quant_algo, in_features, partitions, group_size=group_size, dtype=dtype, compute=compute, rank=rank
+            quant_algo,
+            in_features,
+            partitions,
+            group_size=group_size,
+            dtype=dtype,
+            compute=compute,
+            rank=rank,
         )
         self.quant_algo = about.quant_algo
         self.in_features = in_features
@@ -159,8 +165,8 @@ class QuantLinear(PreparedModule):
                 )
             if record.rank != first.rank:
                 raise UnsupportedQuantization(
-                    f"{first.name} has a pair of rank {first.rank}, {record.name} of {record.rank}: layers fused "
-                    "along rows need one rank; load them one by one"
+                    f"{first.name} has a pair of rank {first.rank}, {record.name} of {record.rank}: layers "
+                    "fused along rows need one rank; load them one by one"
                 )
         try:
             return cls(
