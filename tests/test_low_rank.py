@@ -77,7 +77,7 @@ def test_any_shape(groups, rows, rank, tokens, smooths, seed):
 
 
 def test_outputs_are_rounded_once(rng):
-    """Both parts of an output would be lost to 16 bits apart: they cancel to what the sum has in float32."""
+    """An output is the difference of two parts that 16 bits would round apart."""
     case = svd_case(rng, 128, [16], 1, smooths=False)
     part = case.parts[0]
     weight = reference.dequantize(part, "NVFP4_SVD")
@@ -238,3 +238,21 @@ def test_a_rank_where_there_is_no_pair():
 def test_experts_are_refused_by_name():
     with pytest.raises(UnsupportedQuantization, match="NVFP4_SVD runs as linears, and not as experts"):
         MoEMethod("NVFP4_SVD", 4, 64, 32, top_k=2)
+
+
+@pytest.mark.parametrize("compute", ["exact", "fp8", "auto"])
+def test_kernels_that_add(compute):
+    """Kernels that multiply NVFP4 as it is add the pair; others say why not."""
+    plan = _C.linear_plan(
+        "NVFP4_SVD", 4096, [4096], None, "bfloat16", "cuda:0", compute, capability="9.0", rank=8
+    )
+    reasons = dict(plan.explain())
+    exact = {
+        f"cuda:{name}"
+        for name in ("sm80_nvfp4", *(f"sm90_nvfp4_{n}" for n in ("decode", "medium", "prefill")))
+    }
+    for name in exact:
+        assert (reasons[name] is None) == (compute != "fp8"), reasons[name]
+    assert reasons["cuda:simt"] is None
+    for name in ("cuda:sm90_nvfp4_fp8_prefill", "cuda:sm90_nvfp4_fp8_medium"):
+        assert reasons[name] == "adds nothing to its outputs, NVFP4_SVD has a low-rank part"
