@@ -116,6 +116,7 @@ typedef struct {
     moq_static_input input_scale;
     float input_max; /* input_scale = amax of the activations / input_max; 0 where there is none */
     moq_input_mode input; /* of a linear with compute "exact" */
+    bool by_token;        /* and where there is no input_scale, x has one scale a row */
 } moq_algo_facts;
 
 /* True for an algorithm of weights, which runs as linears: all but MOQ_ALGO_MIXED_PRECISION. */

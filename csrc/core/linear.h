@@ -69,6 +69,12 @@ static inline int64_t moq_linear_x_columns(const moq_linear_spec *spec) {
     return moq_linear_x_dtype(spec) == MOQ_DT_E2M1X2 ? spec->in_features / 2 : spec->in_features;
 }
 
+/* The treatment of x in a call that brings no input_scale. */
+static inline moq_input_mode moq_linear_input_without_scale(const moq_linear_spec *spec) {
+    bool by_token = spec->by_token && spec->input == MOQ_INPUT_E4M3_TENSOR;
+    return by_token ? MOQ_INPUT_E4M3_TOKEN : spec->input;
+}
+
 /* Facts of the layer's weight, defined in core/weight.h. */
 static inline int64_t moq_linear_block_rows(const moq_linear_spec *spec) {
     return moq_weight_block_rows(&spec->matrix);

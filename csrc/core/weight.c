@@ -185,6 +185,7 @@ moq_status moq_weight_resolve(const moq_weight_names *names, moq_weight *weight,
     weight->mx_scales = weight->checkpoint == MOQ_WEIGHT_E2M1 && facts->scale_dtype == MOQ_DT_E8M0;
     weight->input = facts->input;
     weight->checkpoint_input_scale = facts->input_scale != MOQ_STATIC_NONE;
+    weight->by_token = facts->by_token;
     weight->pre_quant_scale = facts->pre_quant_scale;
     weight->unused_scale_2 = facts->second == MOQ_SECOND_UNUSED;
     MOQ_TRY(parse_compute(names->compute, &weight->compute, err));

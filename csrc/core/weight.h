@@ -54,6 +54,7 @@ typedef enum {
     bool mx_scales;               /* its block scales are E8M0, and there is no second level */    \
     bool one_input_scale;         /* the partitions have the same */                               \
     bool checkpoint_input_scale;  /* the algorithm writes an input_scale (it may be absent) */     \
+    bool by_token;                /* without it, x has one scale a row */                          \
     bool pre_quant_scale;         /* and, where none was folded elsewhere, a pre_quant_scale */    \
     bool unused_scale_2;          /* and a weight_scale_2 that is no part of the weight */         \
     int32_t group_size; /* along K: 16 or 32 for e2m1, 128 for blocks and int4, 0 for rows */      \

@@ -122,7 +122,13 @@ static void place(moq_linear_job *j) {
 moq_status moq_linear_open_choice(const moq_linear_spec *spec, const moq_params *params,
                                   const moq_tensor *x, const moq_tensor *bias, const moq_tensor *y,
                                   int64_t m, moq_choice choice, moq_linear_job *job, moq_err *err) {
+    moq_input_mode input = moq_linear_input_without_scale(spec);
     job->kernel = moq_linear_kernel_at(choice.kernel);
+    if (!params->of[MOQ_PARAM_INPUT_SCALE].data && input != spec->input) {
+        job->spec = *spec;
+        job->spec.input = input;
+        spec = &job->spec;
+    }
     job->call = (moq_linear_call){
         .spec = spec,
         .m = m,

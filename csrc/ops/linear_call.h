@@ -13,6 +13,7 @@
 typedef struct {
     moq_job job; /* first: ops/job.h */
     moq_linear_call call;
+    moq_linear_spec spec; /* the call's, where the absence of a scale changes what becomes of x */
     const moq_linear_kernel *kernel;
     moq_matrix x, y;
     moq_low_rank low_rank;       /* of a layer that has one */

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext import _C
+from moqext.algorithms import ALGORITHMS
 from moqext.layers import tuning
 from moqext.layers.expert_scales import unify_input_scales
 from moqext.layers.method import PlannedMethod
@@ -235,7 +236,8 @@ class MoEMethod(PlannedMethod):
         for name in ("w13_input_scale", "w2_input_scale"):
             if stacks.get(name) is not None:  # has to be right also where no kernel uses it
                 stacks[name] = self._input_scales(name, stacks[name], filled.get(name))
-            if name in self.prepared_params and stacks.get(name) is None:
+            by_token = ALGORITHMS[self.quant_algo].by_token and not self.quantized_input
+            if name in self.prepared_params and stacks.get(name) is None and not by_token:
                 raise ValueError(
                     f"params[{name!r}]: missing in every expert, and {self.quant_algo} with "
                     f"compute={self.compute!r} quantizes activations with it"
