@@ -221,7 +221,7 @@ def test_groups_may_end_within_a_tile(rng, monkeypatch, isa, algo, group_size):
 )
 @each("kept", [(), ("w13_input_scale",), ("w2_input_scale",)])
 def test_experts_quantize_by_token_where_there_is_no_input_scale(rng, kept, algo, compute, dtype):
-    """What an expert gets, or has between its projections, each by itself."""
+    """Each projection by itself: its input has a scale of the layer, or one of each row."""
     stacks = random_stacks(rng, algo, 4, 128, 128, input_scales=True)
     lost = {"w13_input_scale", "w2_input_scale"} - set(kept)
     stacks = {name: value for name, value in stacks.items() if name not in lost}

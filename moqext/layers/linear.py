@@ -45,10 +45,10 @@ class LinearMethod(PlannedMethod):
     `compute="exact"` treats the activations as the algorithm prescribes and multiplies the weight exactly
     as stored: FP8 quantizes x to e4m3 with the checkpoint's `input_scale` (with amax / 448 of the whole x
     where the checkpoint has none), FP8_PER_CHANNEL_PER_TOKEN with one scale per token, FP8_PB_WO with one
-    per token and 128 columns, W4A8_NVFP4_FP8, W4A8_MXFP4_FP8 and W4A8_AWQ as FP8; W8A8_SQ_PER_CHANNEL
-    quantizes it to int8 with `input_scale`, or by token where the checkpoint has none; all others leave x as
-    it is. A `pre_quant_scale` multiplies x before that. NVFP4_SVD adds `lora_b (lora_a x)` of the smoothed x
-    as it is, in float32 and before the one rounding, whatever `compute` makes of x for the weight.
+    per token and 128 columns, W4A8_NVFP4_FP8 and W4A8_AWQ as FP8; W4A8_MXFP4_FP8 to e4m3 and
+    W8A8_SQ_PER_CHANNEL to int8 with `input_scale`, or by token where the checkpoint has none; all others
+    leave x as it is. A `pre_quant_scale` multiplies x before that. NVFP4_SVD adds `lora_b (lora_a x)` of the
+    smoothed x as it is, in float32 and before the one rounding, whatever `compute` makes of x for the weight.
 
     NVFP4 weights also run as `"fp4"` (x quantized to NVFP4 with `input_scale`, or amax / 2688 of the whole
     x) and as `"fp8"` (x quantized per token, block scales folded into e4m3 weights: about 2 % of noise on
@@ -58,7 +58,7 @@ class LinearMethod(PlannedMethod):
     `compute="auto"` is `"exact"`, but on CUDA NVFP4, NVFP4_AWQ, NVFP4_SVD, W4A16_NVFP4 and MXFP4, from one
     prepared copy, run as `"fp8"` wherever that is expected to be faster for the number of tokens, which on
     Hopper is from some hundreds on: `compute_for` tells which. A call has the bits that a method of that
-    compute would give it.
+    compute would give it. MXFP8, of which no one copy serves both, stays `"exact"`.
 
     The attributes are the arguments, resolved: canonical names, the group size that holds. Copying and
     pickling work.

@@ -82,7 +82,8 @@ class MoEMethod(PlannedMethod):
     Gate and up keep their own scales. Activation scales are one for all experts of a layer where x is
     quantized with a static scale (FP8, W4A8_NVFP4_FP8, W4A8_MXFP4_FP8, W4A8_AWQ, W8A8_SQ_PER_CHANNEL), the
     largest that there is, and one an expert with `compute="fp4"`; experts without one have the largest of the
-    others, with a RuntimeWarning.
+    others, with a RuntimeWarning. W4A8_MXFP4_FP8 and W8A8_SQ_PER_CHANNEL, where none has one, quantize by
+    token.
 
     With `quantized_input` x is what `ops.quantize` makes of tokens, and `x_scale` the scales that it returns
     beside the codes. y is of `dtype` as always, and has the bits of the same kernel with tokens that it
