@@ -229,12 +229,11 @@ static __device__ __forceinline__ float factor_of(const tile_scales<S> *b, int r
 /* Adds an addend to two outputs of row n of W, of token m and the next one. */
 static __device__ __forceinline__ void add_addends(const gemm_args *a, int m, int n, float &low,
                                                    float &high) {
-    if (n >= a->n)
-        return;
-    if (m < a->m)
-        low = __fadd_rn(low, moq_load_addend(&a->out, m, n));
-    if (m + 1 < a->m)
-        high = __fadd_rn(high, moq_load_addend(&a->out, m + 1, n));
+    const float *addend = a->out.addend + m * a->out.addend_stride + n;
+    if (n < a->n && m < a->m)
+        low = __fadd_rn(low, addend[0]);
+    if (n < a->n && m + 1 < a->m)
+        high = __fadd_rn(high, addend[a->out.addend_stride]);
 }
 
 /* Scales, rounds and stages a chunk from token `first` on, whose tokens have their scales at `x`;
