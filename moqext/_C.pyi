@@ -228,6 +228,7 @@ def linear_plan(
     fast_accum: bool = False,
     one_input_scale: bool = False,
     quantized_input: bool = False,
+    rank: int | None = None,
 ) -> LinearPlan: ...
 
 @final

@@ -25,6 +25,7 @@ class Algorithm(NamedTuple):
         input_scale: None without static activations, "optional" or "expected".
         input_max: input_scale is the largest activation over this; 0 where there is none.
         linear: how a linear of it treats activations with compute "exact", None where none runs.
+        by_token: whether they have a scale of each token where there is no input_scale.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Algorithm(NamedTuple):
     input_scale: str | None
     input_max: float
     linear: str | None
+    by_token: bool
 
 
 ALGORITHMS: dict[str, Algorithm] = {facts["name"]: Algorithm(**facts) for facts in _C.algorithms()}

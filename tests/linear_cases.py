@@ -28,11 +28,11 @@ class Case:
     out_partitions: list[int]
     parts: list[dict[str, np.ndarray]]
     group_size: int | None = None
+    rank: int | None = None
 
     def method(self, **options: str) -> LinearMethod:
-        return LinearMethod(
-            self.algo, self.in_features, self.out_partitions, group_size=self.group_size, **options
-        )
+        about = {"group_size": self.group_size, "rank": self.rank, **options}
+        return LinearMethod(self.algo, self.in_features, self.out_partitions, **about)
 
     def listed(self) -> dict[str, list[np.ndarray]]:
         """The tensors as lists, one of each role a partition."""
@@ -137,6 +137,7 @@ def random_part(rng, algo, rows, columns, group_size=None, input_scale=True):
         "FP8",
         "NVFP4",
         "NVFP4_AWQ",
+        "NVFP4_SVD",
         "W4A8_NVFP4_FP8",
         "W4A8_MXFP4_FP8",
         "W4A8_AWQ",
@@ -157,6 +158,19 @@ def smoothed(rng, case):
     values = np.exp2(rng.uniform(-3, 3, case.in_features)).astype(np.float32)
     scale = reference.encode(values, "bfloat16")
     return replace(case, parts=[part | {"pre_quant_scale": scale} for part in case.parts])
+
+
+def with_pairs(rng, case, rank):
+    """The case with a low-rank pair of each partition, in bfloat16 as uint16 bits, as files have them."""
+
+    def values(*shape):
+        return reference.encode((rng.standard_normal(shape) * 0.3).astype(np.float32), "bfloat16")
+
+    pairs = [
+        {"lora_a": values(rank, case.in_features), "lora_b": values(n, rank)} for n in case.out_partitions
+    ]
+    parts = [part | pair for part, pair in zip(case.parts, pairs, strict=True)]
+    return replace(case, parts=parts, rank=rank)
 
 
 def random_x(rng, shape, dtype):

@@ -17,7 +17,7 @@ from .linear_cases import (
     smoothed,
 )
 from .moe_calls import call, check
-from .moe_cases import random_routing, random_stacks
+from .moe_cases import assert_experts_close, random_routing, random_stacks
 from .work import each
 
 COMPUTES = [(algo, "exact") for algo in GENERAL] + [("MXFP8", "fp8")]
@@ -212,3 +212,27 @@ def test_groups_may_end_within_a_tile(rng, monkeypatch, isa, algo, group_size):
     x = rng.standard_normal((5, 1440)).astype(np.float32)
     expected = reference.linear(x, params, algo, group_size=group_size, out_dtype="float64")
     assert_close(method(x, method.prepare(params)), expected, "float32")
+
+
+@each("dtype", ["bfloat16", "float32"])
+@each(
+    "algo, compute",
+    [("W4A8_MXFP4_FP8", "exact"), ("W4A8_MXFP4_FP8", "fp8"), ("W8A8_SQ_PER_CHANNEL", "exact")],
+)
+@each("kept", [(), ("w13_input_scale",), ("w2_input_scale",)])
+def test_experts_quantize_by_token_where_there_is_no_input_scale(rng, kept, algo, compute, dtype):
+    """Each projection by itself: its input has a scale of the layer, or one of each row."""
+    stacks = random_stacks(rng, algo, 4, 128, 128, input_scales=True)
+    lost = {"w13_input_scale", "w2_input_scale"} - set(kept)
+    stacks = {name: value for name, value in stacks.items() if name not in lost}
+    method = MoEMethod(algo, 4, 128, 128, top_k=2, dtype=dtype, compute=compute)
+    params = method.prepare(stacks)
+    assert not lost & set(params)
+    x = random_x(rng, (9, 128), dtype)
+    weights, ids = random_routing(rng, 9, 2, 4)
+    y = method(x, params, weights, ids)
+    options = {"quant_algo": algo, "compute": compute, "dtype": dtype}
+    assert_experts_close(y, reference.as_float32(x), stacks, weights, ids, **options)
+    other = x.copy()
+    other[4:] = 0  # of whatever size the other tokens are
+    np.testing.assert_array_equal(np.asarray(method(other, params, weights, ids))[:4], np.asarray(y)[:4])

@@ -411,8 +411,10 @@ def test_wrong_calls_are_refused_by_name(rng):
 
 
 def test_methods_that_cannot_be_made():
-    with pytest.raises(UnsupportedQuantization, match=r"NVFP4_SVD has no linear method; supported are FP8"):
-        LinearMethod("nvfp4_svd", 32, [8])
+    with pytest.raises(
+        UnsupportedQuantization, match=r"MIXED_PRECISION has no linear method; supported are FP8"
+    ):
+        LinearMethod("mixed_precision", 32, [8])
     with pytest.raises(ValueError, match=r"quant_algo: expected one of FP8, .*, got .FP9."):
         LinearMethod("FP9", 32, [8])
     with pytest.raises(UnsupportedQuantization, match='compute "fp4" needs NVFP4 with groups of 16'):

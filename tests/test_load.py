@@ -10,6 +10,7 @@ from moqext import Checkpoint, CheckpointError, UnsupportedQuantization, referen
 
 from .linear_cases import assert_close, random_x
 from .svd_files import LAYER as SVD_LAYER
+from .svd_files import QKV as SVD_QKV
 from .svd_files import write_svd
 from .work import each
 
@@ -102,14 +103,35 @@ def test_runs_on_torch_tensors(data, rng):
         layer(x.float().requires_grad_())
 
 
-def test_recognised_formats_that_do_not_run_say_so(tmp_path, rng):
-    with Checkpoint(write_svd(tmp_path / "svd", rng)) as checkpoint:
-        with pytest.raises(
-            UnsupportedQuantization, match="up_proj: NVFP4_SVD has no linear method; supported are"
-        ) as caught:
-            checkpoint.load(SVD_LAYER)
-        assert str(caught.value).endswith("; `dequantize` and `moqext convert --to bf16` do read it")
-        assert np.isfinite(checkpoint.dequantize(SVD_LAYER)).all()
+def test_what_does_not_run_says_so(data):
+    with Checkpoint(data / "exports" / "w4a16_nvfp4") as checkpoint:
+        name = checkpoint.layers()[0].name
+        with pytest.raises(UnsupportedQuantization, match=rf'{name}: compute "fp4" needs NVFP4'):
+            checkpoint.load(name, compute="fp4")
+        assert np.isfinite(checkpoint.dequantize(name)).all()
+
+
+@pytest.mark.parametrize("names", [[SVD_LAYER], SVD_QKV])
+def test_low_rank_pairs_are_loaded(tmp_path, rng, names):
+    """The rank is what the file has, and each of several fused layers keeps its pair."""
+    with Checkpoint(write_svd(tmp_path / "svd", rng, layers=names)) as checkpoint:
+        layer = checkpoint.load(names if len(names) > 1 else names[0], dtype="float32")
+        assert layer.method.rank == 4
+        x = rng.standard_normal((5, 128)).astype(np.float32)
+        y = np.split(layer(x), len(names), axis=-1)
+        for name, own in zip(names, y, strict=True):
+            roles = checkpoint.layer(name).tensors.items()
+            params = {role: checkpoint.tensor(tensor) for role, tensor in roles}
+            expected = reference.linear(x, params, "NVFP4_SVD", out_dtype="float64")
+            np.testing.assert_allclose(own, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_pairs_of_several_ranks_are_not_fused(tmp_path, rng):
+    directory = write_svd(tmp_path / "svd", rng, layers=SVD_QKV, ranks=(4, 8, 4))
+    with Checkpoint(directory) as checkpoint:
+        with pytest.raises(UnsupportedQuantization, match=r"the same rank, got .*q_proj 4, .*k_proj 8"):
+            checkpoint.load(SVD_QKV)
+        assert checkpoint.load(SVD_QKV[1]).method.rank == 8
 
 
 def test_layers_that_do_not_belong_together(data):

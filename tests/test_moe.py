@@ -565,7 +565,11 @@ def test_a_damaged_scale_is_named_with_its_stack_and_expert(rng):
     "change, error, message",
     [
         ({"quant_algo": "FP9"}, ValueError, "quant_algo: expected one of"),
-        ({"quant_algo": "NVFP4_SVD"}, UnsupportedQuantization, "NVFP4_SVD has no linear method"),
+        (
+            {"quant_algo": "NVFP4_SVD"},
+            UnsupportedQuantization,
+            "NVFP4_SVD runs as linears, and not as experts",
+        ),
         ({"num_experts": 0}, ValueError, "num_experts"),
         (
             {"hidden_size": 40},

@@ -66,9 +66,20 @@ def test_every_kernel_takes_them(rng, monkeypatch, kernel):
         monkeypatch.delenv("MOQEXT_KERNEL")
 
 
-def test_a_scale_of_all_of_x_is_found_where_there_is_no_input_scale(rng):
-    case = random_case(rng, "W4A8_MXFP4_FP8", 96, [40], input_scale=False)
-    check(case, random_x(rng, (5, 96), "bfloat16"), "bfloat16", "exact")
+@pytest.mark.parametrize("compute", ["exact", "fp8", "auto"])
+def test_rows_of_x_have_scales_of_their_own_where_there_is_no_input_scale(rng, compute):
+    case = random_case(rng, "W4A8_MXFP4_FP8", 96, [40, 8], input_scale=False)
+    x = random_x(rng, (5, 96), "bfloat16")
+    check(case, x, "bfloat16", "fp8" if compute == "fp8" else "exact")
+    method = case.method(dtype="float32", compute=compute)
+    params = method.prepare(case.listed())
+    x = random_x(rng, (4, 96), "float32") * np.float32([[1e-20], [1], [1e20], [0]])
+    y = method(x, params)
+    for row in range(4):
+        np.testing.assert_array_equal(y[row : row + 1], method(x[row : row + 1], params))
+    given = random_case(rng, "W4A8_MXFP4_FP8", 96, [40, 8])
+    x = random_x(rng, (3, 96), "bfloat16")
+    check(given, x, "bfloat16", "fp8" if compute == "fp8" else "exact")
 
 
 @pytest.mark.parametrize("span", [0, 14, 17])

@@ -37,6 +37,8 @@
     X(k_weight)                                                                                    \
     X(kernel)                                                                                      \
     X(limit)                                                                                       \
+    X(lora_a)                                                                                      \
+    X(lora_b)                                                                                      \
     X(module)                                                                                      \
     X(name)                                                                                        \
     X(num_experts)                                                                                 \
@@ -58,6 +60,7 @@
     X(pattern)                                                                                     \
     X(pre_quant_scale)                                                                             \
     X(quant_algo)                                                                                  \
+    X(rank)                                                                                        \
     X(renormalize)                                                                                 \
     X(requires_grad)                                                                               \
     X(residual)                                                                                    \

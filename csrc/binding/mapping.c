@@ -12,6 +12,8 @@ const moq_keyword MOQ_PARAM_KEYWORD[MOQ_PARAM_PLACES] = {
     [MOQ_PARAM_FOLD_SCALE] = KW_fold_scale,
     [MOQ_PARAM_INPUT_SCALE] = KW_input_scale,
     [MOQ_PARAM_PRE_QUANT_SCALE] = KW_pre_quant_scale,
+    [MOQ_PARAM_LORA_A] = KW_lora_a,
+    [MOQ_PARAM_LORA_B] = KW_lora_b,
 #define OF_WEIGHT(w, place)                                                                        \
     [place + MOQ_PARAM_WEIGHT] = KW_##w##_weight,                                                  \
              [place + MOQ_PARAM_WEIGHT_SCALE] = KW_##w##_weight_scale,                             \

@@ -21,11 +21,11 @@ typedef struct {
 
 static const moq_signature LINEAR_PLAN = {
     "linear_plan",
-    11,
+    12,
     7,
-    11,
+    12,
     {KW_quant_algo, KW_in_features, KW_out_partitions, KW_group_size, KW_dtype, KW_device,
-     KW_compute, KW_capability, KW_fast_accum, KW_one_input_scale, KW_quantized_input}};
+     KW_compute, KW_capability, KW_fast_accum, KW_one_input_scale, KW_quantized_input, KW_rank}};
 
 /* fast_accum, one_input_scale and quantized_input, each of which may be absent. */
 static int parse_options(moq_state *state, PyObject **v, moq_linear_spec *spec) {
@@ -57,6 +57,8 @@ static int resolve(moq_state *state, PyObject **v, linear_object *self) {
     if (!moq_arg_absent(v[3]) &&
         moq_arg_int(v[3], "group_size", 1, INT32_MAX, &names.group_size) < 0)
         return -1;
+    if (!moq_arg_absent(v[11]) && moq_arg_int(v[11], "rank", 1, INT32_MAX, &names.rank) < 0)
+        return -1;
     if (moq_linear_resolve(&names, dtype, spec, &err) != MOQ_OK) {
         moq_raise(state, &err);
         return -1;
@@ -69,7 +71,7 @@ static int resolve(moq_state *state, PyObject **v, linear_object *self) {
 static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                              PyObject *kwnames) {
     moq_state *state = moq_module_state(module);
-    PyObject *v[11];
+    PyObject *v[12];
     moq_err err;
     if (moq_args_parse(state, &LINEAR_PLAN, args, nargs, kwnames, v) < 0)
         return NULL;
@@ -185,8 +187,8 @@ static PyType_Spec LINEAR_TYPE = {
 static PyMethodDef METHODS[] = {
     {"linear_plan", (PyCFunction)(void (*)(void))linear_plan, METH_FASTCALL | METH_KEYWORDS,
      "linear_plan(quant_algo, in_features, out_partitions, group_size, dtype, device, compute, "
-     "capability=None, fast_accum=False, one_input_scale=False, quantized_input=False) -> "
-     "LinearPlan; capability: \"9.0\" plans for a chip that may not be here"},
+     "capability=None, fast_accum=False, one_input_scale=False, quantized_input=False, "
+     "rank=None) -> LinearPlan; capability: \"9.0\" plans for a chip that may not be here"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -19,12 +19,15 @@ enum {
     SOURCE_SCALE_2,
     SOURCE_INPUT_SCALE,
     SOURCE_PRE_QUANT_SCALE,
+    SOURCE_LORA_A,
+    SOURCE_LORA_B,
     SOURCES
 };
 
-static const moq_param SOURCE_PARAM[SOURCES] = {MOQ_PARAM_WEIGHT, MOQ_PARAM_WEIGHT_SCALE,
-                                                MOQ_PARAM_WEIGHT_SCALE_2, MOQ_PARAM_INPUT_SCALE,
-                                                MOQ_PARAM_PRE_QUANT_SCALE};
+static const moq_param SOURCE_PARAM[SOURCES] = {MOQ_PARAM_WEIGHT,          MOQ_PARAM_WEIGHT_SCALE,
+                                                MOQ_PARAM_WEIGHT_SCALE_2,  MOQ_PARAM_INPUT_SCALE,
+                                                MOQ_PARAM_PRE_QUANT_SCALE, MOQ_PARAM_LORA_A,
+                                                MOQ_PARAM_LORA_B};
 
 /* Parameters that the caller may have computed of tensors that are still the checkpoint's. */
 static const moq_param COMPUTED[] = {MOQ_PARAM_INPUT_SCALE, MOQ_PARAM_BIAS};
@@ -200,6 +203,8 @@ static int take_source(moq_state *state, weight_args *p, PyObject *object, int w
 static bool has_source(const moq_weight *w, int which) {
     if (which == SOURCE_SCALE_2)
         return (w->checkpoint == MOQ_WEIGHT_E2M1 && !w->mx_scales) || w->unused_scale_2;
+    if (which == SOURCE_LORA_A || which == SOURCE_LORA_B)
+        return w->rank > 0;
     return which != SOURCE_PRE_QUANT_SCALE || w->pre_quant_scale;
 }
 
@@ -474,6 +479,8 @@ static moq_weight_sources sources_of(const weight_args *p) {
         .weight_scale_2 = source[SOURCE_SCALE_2],
         .input_scale = source[SOURCE_INPUT_SCALE],
         .pre_quant_scale = source[SOURCE_PRE_QUANT_SCALE],
+        .lora_a = source[SOURCE_LORA_A],
+        .lora_b = source[SOURCE_LORA_B],
     };
 }
 

@@ -42,15 +42,16 @@ static PyObject *size_or_none(int32_t size) {
 static PyObject *facts_to_python(const moq_algo_facts *facts) {
     bool has_weight = facts->codes != MOQ_STORED_NONE;
     return Py_BuildValue(
-        "{s:s,s:N,s:z,s:z,s:z,s:z,s:z,s:N,s:N,s:N,s:N,s:z,s:d,s:z}", "name", facts->name, "aliases",
-        texts_to_python(facts->aliases, MOQ_ALIASES_MAX), "family", moq_family_name(facts->family),
-        "codes", CODES[facts->codes], "scales", has_weight ? SCALES[facts->scales] : NULL,
-        "scale_dtype", has_weight ? moq_dtype_name(facts->scale_dtype) : NULL, "second",
-        SECOND[facts->second], "group_size", size_or_none(facts->group), "group_sizes",
-        sizes_to_python(facts), "pre_quant_scale", PyBool_FromLong(facts->pre_quant_scale),
-        "low_rank", PyBool_FromLong(facts->low_rank), "input_scale",
-        INPUT_SCALE[facts->input_scale], "input_max", (double)facts->input_max, "linear",
-        facts->has_linear ? INPUT[facts->input] : NULL);
+        "{s:s,s:N,s:z,s:z,s:z,s:z,s:z,s:N,s:N,s:N,s:N,s:z,s:d,s:z,s:N}", "name", facts->name,
+        "aliases", texts_to_python(facts->aliases, MOQ_ALIASES_MAX), "family",
+        moq_family_name(facts->family), "codes", CODES[facts->codes], "scales",
+        has_weight ? SCALES[facts->scales] : NULL, "scale_dtype",
+        has_weight ? moq_dtype_name(facts->scale_dtype) : NULL, "second", SECOND[facts->second],
+        "group_size", size_or_none(facts->group), "group_sizes", sizes_to_python(facts),
+        "pre_quant_scale", PyBool_FromLong(facts->pre_quant_scale), "low_rank",
+        PyBool_FromLong(facts->low_rank), "input_scale", INPUT_SCALE[facts->input_scale],
+        "input_max", (double)facts->input_max, "linear", has_weight ? INPUT[facts->input] : NULL,
+        "by_token", PyBool_FromLong(facts->by_token));
 }
 
 /* Appends a new reference, and takes it; -1 where it is NULL or does not fit. */

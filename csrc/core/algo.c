@@ -15,9 +15,7 @@
 #define MX_SCALES                                                                                  \
     .scales = MOQ_SCALES_GROUPS, .scale_dtype = MOQ_DT_E8M0, .group = MOQ_MX_GROUP,                \
     .groups = {MOQ_MX_GROUP}
-#define FP8_WEIGHT                                                                                 \
-    .family = MOQ_FAMILY_FP8, .codes = MOQ_STORED_E4M3, .scale_dtype = MOQ_DT_F32,                 \
-    .has_linear = true
+#define FP8_WEIGHT .family = MOQ_FAMILY_FP8, .codes = MOQ_STORED_E4M3, .scale_dtype = MOQ_DT_F32
 #define INT4_WEIGHT                                                                                \
     .codes = MOQ_STORED_INT4, .scales = MOQ_SCALES_GROUPS, .scale_dtype = MOQ_DT_F32,              \
     .group = MOQ_INT4_GROUP, .pre_quant_scale = true
@@ -50,7 +48,6 @@ static const moq_algo_facts FACTS[MOQ_ALGO_COUNT] = {
                         .group = MOQ_NVFP4_GROUP,
                         .second = MOQ_SECOND_PARTS,
                         STATIC_INPUT(MOQ_NVFP4_MAX),
-                        .has_linear = true,
                         .input = MOQ_INPUT_AS_IS},
     [MOQ_ALGO_NVFP4_AWQ] = {.name = "NVFP4_AWQ",
                             NVFP4_WEIGHT,
@@ -58,7 +55,6 @@ static const moq_algo_facts FACTS[MOQ_ALGO_COUNT] = {
                             .second = MOQ_SECOND_PARTS,
                             .pre_quant_scale = true,
                             STATIC_INPUT(MOQ_NVFP4_MAX),
-                            .has_linear = true,
                             .input = MOQ_INPUT_AS_IS},
     [MOQ_ALGO_NVFP4_SVD] = {.name = "NVFP4_SVD",
                             .aliases = {"NVFP4_SVDQUANT"},
@@ -67,14 +63,14 @@ static const moq_algo_facts FACTS[MOQ_ALGO_COUNT] = {
                             .second = MOQ_SECOND_PARTS,
                             .pre_quant_scale = true,
                             .low_rank = true,
-                            STATIC_INPUT(MOQ_NVFP4_MAX)},
+                            STATIC_INPUT(MOQ_NVFP4_MAX),
+                            .input = MOQ_INPUT_AS_IS},
     /* An input_scale left in such a file is that of NVFP4. */
     [MOQ_ALGO_W4A16_NVFP4] = {.name = "W4A16_NVFP4",
                               NVFP4_WEIGHT,
                               .group = MOQ_NVFP4_GROUP,
                               .second = MOQ_SECOND_PARTS,
                               .input_max = MOQ_NVFP4_MAX,
-                              .has_linear = true,
                               .input = MOQ_INPUT_AS_IS},
     /* Stacked, it may have its outputs along either axis, so parts of them are not told apart. */
     [MOQ_ALGO_W4A8_NVFP4_FP8] = {.name = "W4A8_NVFP4_FP8",
@@ -82,13 +78,11 @@ static const moq_algo_facts FACTS[MOQ_ALGO_COUNT] = {
                                  .group = MOQ_MX_GROUP,
                                  .second = MOQ_SECOND_FACTOR,
                                  STATIC_INPUT(MOQ_E4M3_MAX),
-                                 .has_linear = true,
                                  .input = MOQ_INPUT_E4M3_TENSOR},
     [MOQ_ALGO_MXFP4] = {.name = "MXFP4",
                         .family = MOQ_FAMILY_FP4,
                         .codes = MOQ_STORED_E2M1,
                         MX_SCALES,
-                        .has_linear = true,
                         .input = MOQ_INPUT_AS_IS},
     [MOQ_ALGO_W4A8_MXFP4_FP8] = {.name = "W4A8_MXFP4_FP8",
                                  .family = MOQ_FAMILY_FP4,
@@ -96,36 +90,32 @@ static const moq_algo_facts FACTS[MOQ_ALGO_COUNT] = {
                                  MX_SCALES,
                                  .input_scale = MOQ_STATIC_MAYBE,
                                  .input_max = MOQ_E4M3_MAX,
-                                 .has_linear = true,
-                                 .input = MOQ_INPUT_E4M3_TENSOR},
+                                 .input = MOQ_INPUT_E4M3_TENSOR,
+                                 .by_token = true},
     [MOQ_ALGO_MXFP8] = {.name = "MXFP8",
                         .family = MOQ_FAMILY_MXFP8,
                         .codes = MOQ_STORED_E4M3,
                         MX_SCALES,
-                        .has_linear = true,
                         .input = MOQ_INPUT_AS_IS},
     [MOQ_ALGO_W4A16_AWQ] = {.name = "W4A16_AWQ",
                             .aliases = {"INT4_AWQ"},
                             INT4_WEIGHT,
-                            .has_linear = true,
                             .input = MOQ_INPUT_AS_IS},
     [MOQ_ALGO_W4A8_AWQ] = {.name = "W4A8_AWQ",
                            INT4_WEIGHT,
                            .second = MOQ_SECOND_UNUSED,
                            STATIC_INPUT(MOQ_E4M3_MAX),
-                           .has_linear = true,
                            .input = MOQ_INPUT_E4M3_TENSOR},
     [MOQ_ALGO_W8A8_SQ_PER_CHANNEL] = {.name = "W8A8_SQ_PER_CHANNEL",
                                       .aliases = {"INT8_SQ"},
                                       INT8_WEIGHT,
                                       .pre_quant_scale = true,
                                       STATIC_INPUT(MOQ_INT8_MAX),
-                                      .has_linear = true,
-                                      .input = MOQ_INPUT_INT8},
+                                      .input = MOQ_INPUT_INT8,
+                                      .by_token = true},
     [MOQ_ALGO_W8A16] = {.name = "W8A16",
                         .aliases = {"INT8_WO"},
                         INT8_WEIGHT,
-                        .has_linear = true,
                         .input = MOQ_INPUT_AS_IS},
     [MOQ_ALGO_MIXED_PRECISION] = {.name = "MIXED_PRECISION", .family = MOQ_FAMILY_MIXED},
 };

@@ -112,12 +112,17 @@ typedef struct {
     int32_t group;     /* values along K that share a scale, where a file does not say; 0: all */
     int32_t groups[2]; /* the sizes there are, in rising order; 0 for no further one, or for any */
     bool pre_quant_scale; /* factors for the activations; a producer may fold them into a norm */
-    bool low_rank;        /* lora_a and lora_b */
+    bool low_rank;        /* lora_a and lora_b, which linears alone have */
     moq_static_input input_scale;
     float input_max; /* input_scale = amax of the activations / input_max; 0 where there is none */
-    bool has_linear; /* a linear of it runs */
-    moq_input_mode input; /* of that linear with compute "exact" */
+    moq_input_mode input; /* of a linear with compute "exact" */
+    bool by_token;        /* and where there is no input_scale, x has one scale a row */
 } moq_algo_facts;
+
+/* True for an algorithm of weights, which runs as linears: all but MOQ_ALGO_MIXED_PRECISION. */
+static inline bool moq_algo_has_weight(const moq_algo_facts *facts) {
+    return facts->codes != MOQ_STORED_NONE;
+}
 
 /* The facts of any algorithm; those of MOQ_ALGO_NONE are all zero. */
 const moq_algo_facts *moq_algo_facts_of(moq_algo algo);

@@ -34,6 +34,7 @@ typedef struct {
     /* The kernel multiplies x by the call's pre_quant_scale itself; for others that is done before.
      */
     bool smooths;
+    bool adds;        /* it runs layers whose outputs get an addend: moq_linear_call.addend */
     bool takes_codes; /* it runs layers whose x is codes: moq_linear_spec.quantized_input */
     bool folds;       /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds) */
 } moq_kernel;

@@ -3,7 +3,8 @@
  * y[m, n] = round(sum_k X[m, k] * W[n, k] + bias[n]), where W is what the checkpoint's codes and
  * scales mean, and X the activation after the treatment that the algorithm prescribes: smoothed by
  * pre_quant_scale where there is one, then quantized or not. Several layers may be fused along rows
- * (core/weight.h).
+ * (core/weight.h). A layer with low-rank pairs adds lora_b (lora_a x) of its row's partition, where
+ * x is smoothed and not quantized, before the one rounding (core/low_rank.h).
  *
  * A spec is resolved once from names and sizes; it tells what a kernel has to do. */
 #ifndef MOQ_CORE_LINEAR_H
@@ -68,6 +69,12 @@ static inline int64_t moq_linear_x_columns(const moq_linear_spec *spec) {
     return moq_linear_x_dtype(spec) == MOQ_DT_E2M1X2 ? spec->in_features / 2 : spec->in_features;
 }
 
+/* The treatment of x in a call that brings no input_scale. */
+static inline moq_input_mode moq_linear_input_without_scale(const moq_linear_spec *spec) {
+    bool by_token = spec->by_token && spec->input == MOQ_INPUT_E4M3_TENSOR;
+    return by_token ? MOQ_INPUT_E4M3_TOKEN : spec->input;
+}
+
 /* Facts of the layer's weight, defined in core/weight.h. */
 static inline int64_t moq_linear_block_rows(const moq_linear_spec *spec) {
     return moq_weight_block_rows(&spec->matrix);
@@ -113,6 +120,8 @@ typedef struct {
     const float *pre_quant_scale;
     const void *bias; /* [N] of bias_dtype, or NULL */
     moq_dtype bias_dtype;
+    /* [m, N] without gaps: added like a bias; NULL but for kernels that add (core/kernel.h) */
+    const float *addend;
     moq_kernel_config
         config;      /* in which the kernel does it: as chosen for m rows, for its workspace too */
     void *stream;    /* CUDA: cudaStream_t, NULL for the legacy default stream */

@@ -120,6 +120,7 @@ static moq_status resolve_weights(const moq_moe_names *names, moq_moe_spec *spec
     w2.partition_count = 1;
     w2.columns_name = "intermediate_size (columns of w2)";
     MOQ_TRY(moq_linear_resolve(&w13, names->dtype, &spec->w13, err));
+    MOQ_TRY(moq_weight_refuse_experts(&spec->w13.matrix, err));
     MOQ_TRY(moq_linear_resolve(&w2, names->dtype, &spec->w2, err));
     pack_weight(&spec->w13);
     pack_weight(&spec->w2);

@@ -14,26 +14,19 @@ static const char *const COMPUTE_NAMES[] = {"exact", "fp8", "fp4", "auto"};
 
 enum { COMPUTE_COUNT = sizeof COMPUTE_NAMES / sizeof *COMPUTE_NAMES };
 
-static bool has_linear(const moq_algo_facts *facts) {
-    return facts->has_linear;
-}
-
 static moq_status find_algo(const char *name, const moq_algo_facts **facts, moq_err *err) {
     moq_algo algo;
     moq_text text = {name, strlen(name)};
     char list[MOQ_ALGO_LIST_SIZE], hint[64];
     if (!moq_algo_parse(text, &algo))
         return moq_fail_of(err, MOQ_ERR_VALUE, "quant_algo", "expected one of %s, got \"%.64s\"%s",
-                           moq_algo_list(has_linear, list, sizeof list), name,
+                           moq_algo_list(moq_algo_has_weight, list, sizeof list), name,
                            moq_algo_hint(text, hint, sizeof hint));
     *facts = moq_algo_facts_of(algo);
-    if ((*facts)->has_linear)
+    if (moq_algo_has_weight(*facts))
         return MOQ_OK;
-    const char *reads = (*facts)->codes == MOQ_STORED_NONE
-                            ? ""
-                            : "; `dequantize` and `moqext convert --to bf16` do read it";
-    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "%s has no linear method; supported are %s%s",
-                    (*facts)->name, moq_algo_list(has_linear, list, sizeof list), reads);
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED, "%s has no linear method; supported are %s",
+                    (*facts)->name, moq_algo_list(moq_algo_has_weight, list, sizeof list));
 }
 
 /* The layout of the stored weight of an algorithm that has a linear. */
@@ -110,6 +103,30 @@ static moq_status check_group(const moq_algo_facts *facts, int64_t group_size, m
     return MOQ_OK;
 }
 
+/* Finds the rank of low-rank pairs. */
+static moq_status check_rank(const moq_weight_names *names, const moq_algo_facts *facts,
+                             moq_weight *weight, moq_err *err) {
+    int64_t most = INT32_MAX / MOQ_MAX_PARTITIONS;
+    if (!facts->low_rank && names->rank)
+        return moq_fail_of(err, MOQ_ERR_VALUE, "rank", "%s has no low-rank pair", weight->algo);
+    if (!facts->low_rank)
+        return MOQ_OK;
+    if (names->rank < 0 || names->rank > most)
+        return moq_fail_of(err, MOQ_ERR_VALUE, "rank", "expected 1 to %lld, got %lld",
+                           (long long)most, (long long)names->rank);
+    weight->rank = names->rank ? (int32_t)names->rank : MOQ_SVD_RANK;
+    return names->experts ? moq_weight_refuse_experts(weight, err) : MOQ_OK;
+}
+
+moq_status moq_weight_refuse_experts(const moq_weight *weight, moq_err *err) {
+    if (!weight->rank)
+        return MOQ_OK;
+    return moq_fail(err, MOQ_ERR_UNSUPPORTED,
+                    "%s runs as linears, and not as experts; `dequantize` and `moqext convert --to "
+                    "bf16` do read them",
+                    weight->algo);
+}
+
 static moq_status check_partitions(const moq_weight_names *names, moq_weight *weight,
                                    moq_err *err) {
     int64_t limit = INT32_MAX;
@@ -168,10 +185,12 @@ moq_status moq_weight_resolve(const moq_weight_names *names, moq_weight *weight,
     weight->mx_scales = weight->checkpoint == MOQ_WEIGHT_E2M1 && facts->scale_dtype == MOQ_DT_E8M0;
     weight->input = facts->input;
     weight->checkpoint_input_scale = facts->input_scale != MOQ_STATIC_NONE;
+    weight->by_token = facts->by_token;
     weight->pre_quant_scale = facts->pre_quant_scale;
     weight->unused_scale_2 = facts->second == MOQ_SECOND_UNUSED;
     MOQ_TRY(parse_compute(names->compute, &weight->compute, err));
     MOQ_TRY(check_group(facts, names->group_size, weight, err));
+    MOQ_TRY(check_rank(names, facts, weight, err));
     MOQ_TRY(check_sizes(names, weight, err));
     return apply_compute(weight, err);
 }
@@ -208,6 +227,8 @@ int64_t moq_weight_scale_columns(const moq_weight *weight) {
                [(place) + MOQ_PARAM_FOLD_SCALE] = before "fold_scale",                             \
                [(place) + MOQ_PARAM_INPUT_SCALE] = before "input_scale",                           \
                [(place) + MOQ_PARAM_PRE_QUANT_SCALE] = before "pre_quant_scale",                   \
+               [(place) + MOQ_PARAM_LORA_A] = before "lora_a",                                     \
+               [(place) + MOQ_PARAM_LORA_B] = before "lora_b",                                     \
                [(place) + MOQ_PARAM_BIAS] = before "bias"
 
 static const char *const PARAM_NAMES[MOQ_PARAM_PLACES] = {
@@ -294,6 +315,17 @@ bool moq_weight_has_choice(const moq_weight *weight) {
            weight->input == MOQ_INPUT_E4M3_TOKEN;
 }
 
+/* The low-rank pairs of all partitions: lora_a of one after the other, lora_b beside its rows. They
+ * are float32 when prepared, which holds whatever a checkpoint has. */
+static int low_rank_params(const moq_weight *weight, moq_param_spec *params) {
+    if (!weight->rank)
+        return 0;
+    params[0] = matrix(MOQ_PARAM_LORA_A, "factor", MOQ_DT_F32, moq_weight_ranks(weight),
+                       weight->in_features);
+    params[1] = matrix(MOQ_PARAM_LORA_B, "factor", MOQ_DT_F32, weight->out_features, weight->rank);
+    return 2;
+}
+
 /* True if a vector has a value for each partition. */
 static bool is_of_partitions(const moq_weight *weight, moq_param id) {
     return id == MOQ_PARAM_WEIGHT_SCALE_2 || id == MOQ_PARAM_INPUT_SCALE ||
@@ -331,6 +363,7 @@ int moq_weight_checkpoint_params(const moq_weight *weight, moq_param_spec *param
         params[count++] = vector(MOQ_PARAM_INPUT_SCALE, "scale", parts, false);
     if (weight->pre_quant_scale)
         params[count++] = vector(MOQ_PARAM_PRE_QUANT_SCALE, "factor", weight->in_features, false);
+    count += low_rank_params(weight, params + count);
     return stack_params(weight, params, count);
 }
 
@@ -344,6 +377,7 @@ int moq_weight_prepared_params(const moq_weight *weight, moq_param_spec *params)
         params[count++] = vector(MOQ_PARAM_INPUT_SCALE, "scale", weight->partition_count, false);
     if (weight->pre_quant_scale)
         params[count++] = vector(MOQ_PARAM_PRE_QUANT_SCALE, "factor", weight->in_features, false);
+    count += low_rank_params(weight, params + count);
     return stack_params(weight, params, count);
 }
 

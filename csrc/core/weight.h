@@ -20,7 +20,9 @@ extern "C" {
 #endif
 
 #define MOQ_MAX_PARTITIONS 64
-#define MOQ_MAX_PARAMS     5 /* of a weight */
+#define MOQ_MAX_PARAMS     7 /* of a weight */
+/* Rank of a low-rank pair, where nothing states it: what SVDQuant of ModelOpt splits off. */
+#define MOQ_SVD_RANK 32
 /* Kernels of weight processing have an expert for each step of a grid's second dimension. */
 #define MOQ_MAX_EXPERTS 65535
 
@@ -52,9 +54,11 @@ typedef enum {
     bool mx_scales;               /* its block scales are E8M0, and there is no second level */    \
     bool one_input_scale;         /* the partitions have the same */                               \
     bool checkpoint_input_scale;  /* the algorithm writes an input_scale (it may be absent) */     \
+    bool by_token;                /* without it, x has one scale a row */                          \
     bool pre_quant_scale;         /* and, where none was folded elsewhere, a pre_quant_scale */    \
     bool unused_scale_2;          /* and a weight_scale_2 that is no part of the weight */         \
     int32_t group_size; /* along K: 16 or 32 for e2m1, 128 for blocks and int4, 0 for rows */      \
+    int32_t rank;       /* of each partition's pair lora_a, lora_b; 0: there is none */            \
     int32_t experts;    /* of a stack; 0 for a matrix */                                           \
     int place; /* of the stack's tensors among those of a layer: MOQ_PARAM_OF_W13, or 0 */         \
     int64_t in_features;  /* K */                                                                  \
@@ -75,6 +79,8 @@ typedef enum {
     MOQ_PARAM_FOLD_SCALE,
     MOQ_PARAM_INPUT_SCALE,
     MOQ_PARAM_PRE_QUANT_SCALE,
+    MOQ_PARAM_LORA_A,
+    MOQ_PARAM_LORA_B,
     MOQ_PARAM_BIAS, /* of experts, whose layer has it among its parameters */
     MOQ_PARAM_COUNT,
     /* A layer of several weights has the tensors of each at places of their own. Experts
@@ -110,12 +116,16 @@ typedef struct {
     const int64_t *partitions; /* has to live as long as the weight */
     int32_t partition_count;
     int64_t group_size;       /* 0: the algorithm's own */
+    int64_t rank;             /* 0: MOQ_SVD_RANK where there is a low-rank pair */
     const char *columns_name; /* what the caller calls in_features, in messages; NULL: so */
 } moq_weight_names;
 
 /* MOQ_ERR_UNSUPPORTED for a known algorithm or compute mode that has no linear method,
  * MOQ_ERR_VALUE for an unknown one or sizes no checkpoint can hold. */
 moq_status moq_weight_resolve(const moq_weight_names *names, moq_weight *weight, moq_err *err);
+
+/* Fails for a weight with low-rank pairs, which experts do not have: MOQ_ERR_UNSUPPORTED. */
+moq_status moq_weight_refuse_experts(const moq_weight *weight, moq_err *err);
 
 /* Promises that all partitions (of an expert) have the same input_scale: MOQ_ERR_UNSUPPORTED where
  * there is none. */
@@ -139,6 +149,11 @@ static inline bool moq_layout_is_general(moq_weight_layout layout) {
 static inline bool moq_weight_has_scale_matrix(const moq_weight *weight) {
     return weight->checkpoint == MOQ_WEIGHT_E4M3_BLOCK ||
            weight->checkpoint == MOQ_WEIGHT_INT4_GROUP;
+}
+
+/* Rows of lora_a: the ranks of all partitions, which have pairs of their own. */
+static inline int64_t moq_weight_ranks(const moq_weight *weight) {
+    return (int64_t)weight->rank * weight->partition_count;
 }
 
 /* True if the prepared form has a factor for each row. */

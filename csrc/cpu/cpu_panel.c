@@ -136,7 +136,7 @@ static double decode_x(const moq_pass *p, const moq_pass_row *r, int64_t m, void
         decode_codes(p, r, out);
         return has_nan(r->codes, p->k) ? NAN : factor;
     case MOQ_INPUT_E4M3_TOKEN:
-        tiles->decode_e4m3(r->codes, p->k, out);
+        decode_codes(p, r, out);
         return isfinite(factor) && !(given && has_nan(r->codes, p->k)) ? factor : NAN;
     case MOQ_INPUT_E4M3_GROUP:
         power = place_group_scales(p, r, m);

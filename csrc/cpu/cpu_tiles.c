@@ -216,15 +216,20 @@ static double factor_of(const moq_pass *p, const tile_place *place, int64_t r) {
     return (scale ? (double)scale[place->n + r] : place->power) * p->unit;
 }
 
-/* Outputs of a tile in float64, for factors whose products float32 does not hold. */
+/* Outputs of a tile in float64, for factors whose products float32 does not hold, and with an
+ * addend. */
 static void store_wide(const moq_pass *p, const tile_place *place, const moq_store *s) {
     const moq_row_kernels *convert = moq_cpu_row_kernels();
+    const moq_linear_call *call = p->call;
     float out[MOQ_LARGE_ROWS];
     for (int64_t m = 0; m < s->m; m++) {
+        const float *addend =
+            call->addend ? call->addend + (p->first + m) * call->spec->out_features + place->n
+                         : NULL;
         for (int64_t n = 0; n < s->rows; n++)
             out[n] = (float)((double)s->sums[n * s->sums_stride + m] * p->factor[m] *
                                  factor_of(p, place, n) +
-                             (double)s->bias[n]);
+                             (double)(addend ? addend[n] : 0) + (double)s->bias[n]);
         convert->encode(s->dtype, out, s->rows, s->row[m]);
     }
 }
@@ -290,7 +295,7 @@ static void store_tile(const moq_pass *p, const tile_memory *memory, const tile_
                        .row_factor = p->narrow_factor,
                        .dtype = call->y->dtype,
                        .row = memory->row};
-    if (!held)
+    if (!held || call->addend)
         store_wide(p, place, &store);
     else if (p->tiles->store)
         p->tiles->store(&store);

@@ -1,6 +1,7 @@
 /* The CUDA floor of a build without CUDA: every call says so, and why. Entries of kernels are not
  * here: rows have NULL for them (core/kernel.h). */
 #include "cuda/cuda.h"
+#include "cuda/linear/cuda_low_rank.h"
 #include "cuda/runtime/cublaslt.h"
 #include "cuda/tensor/cuda_gate.h"
 #include "cuda/tensor/cuda_heads.h"
@@ -47,6 +48,7 @@ FAILS(moq_cuda_pack_nvfp4, const moq_nvfp4_pack *pack, void *stream)
 FAILS(moq_cuda_unpack_nvfp4, const moq_nvfp4_unpack *unpack, void *stream)
 FAILS(moq_cuda_smooth_rows, const moq_tensor *x, const float *scale, const moq_tensor *rows,
       void *stream)
+FAILS(moq_cuda_low_rank, const moq_low_rank *low_rank)
 FAILS(moq_cuda_gather_rows, const moq_tensor *tensor, const moq_tensor *rows, void *stream)
 FAILS(moq_cuda_scatter_rows, const moq_tensor *rows, const moq_tensor *tensor, void *stream)
 FAILS(moq_cuda_quantize_rows, const moq_cuda_quantize *q)
@@ -109,6 +111,10 @@ void moq_cuda_release(void *memory, void *stream) {
 }
 
 int64_t moq_cuda_quantize_workspace(const moq_cuda_quantize *q) {
+    return 0;
+}
+
+int64_t moq_cuda_low_rank_bytes(const moq_low_rank *low_rank) {
     return 0;
 }
 

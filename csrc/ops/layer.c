@@ -16,6 +16,7 @@ moq_layer moq_describe_layer(const void *problem) {
                        .x_dtype = moq_linear_x_dtype(spec),
                        .x_scheme = scheme_of(spec),
                        .quantized_input = spec->quantized_input,
+                       .low_rank = spec->rank > 0,
                        .compute = spec->compute,
                        .has_choice = moq_linear_has_choice(spec),
                        .device = spec->device,

@@ -10,6 +10,7 @@ typedef struct {
     moq_dtype x_dtype;    /* but for what comes in as this, */
     const char *x_scheme; /* codes that this scheme of ops/quantize.h makes */
     bool quantized_input; /* x is such codes */
+    bool low_rank;        /* a low-rank part is added to its outputs */
     moq_compute compute;  /* as the layer asks for */
     bool has_choice;      /* both exact and FP8 products are allowed */
     moq_device device;

@@ -2,6 +2,8 @@
  * ops/linear_call.h. */
 #include "ops/linear_call.h"
 
+#include "cpu/cpu_low_rank.h"
+#include "cuda/linear/cuda_low_rank.h"
 #include "ops/target.h"
 
 #include <string.h>
@@ -64,6 +66,31 @@ static moq_status check_bias(const moq_linear_spec *spec, const moq_tensor *bias
 
 /* ---- the call ---- */
 
+/* ---- the low-rank part ---- */
+
+static void reserve_low_rank(moq_linear_job *j) {
+    const moq_low_rank *l = &j->low_rank;
+    bool on_cpu = l->spec->device.kind == MOQ_CPU;
+    if (!l->spec->rank)
+        return;
+    j->inner_at =
+        moq_job_reserve(&j->job, on_cpu ? moq_cpu_low_rank_bytes(l) : moq_cuda_low_rank_bytes(l));
+    j->addend_at = moq_job_reserve(&j->job, l->m * l->spec->out_features * (int64_t)sizeof(float));
+}
+
+/* Computes what the kernel is to add to its outputs. */
+static moq_status find_addend(moq_linear_job *j, moq_err *err) {
+    moq_low_rank *l = &j->low_rank;
+    if (!l->spec->rank)
+        return MOQ_OK;
+    l->x = j->call.x;
+    l->stream = j->job.stream;
+    l->inner = (float *)((char *)j->job.workspace + j->inner_at);
+    l->addend = (float *)((char *)j->job.workspace + j->addend_at);
+    j->call.addend = l->addend;
+    return l->spec->device.kind == MOQ_CPU ? moq_cpu_low_rank(l, err) : moq_cuda_low_rank(l, err);
+}
+
 /* Runs the kernel, with the device current. */
 static moq_status run(moq_job *job, moq_err *err) {
     moq_linear_job *j = (moq_linear_job *)job;
@@ -71,6 +98,7 @@ static moq_status run(moq_job *job, moq_err *err) {
     j->call.workspace = job->workspace;
     moq_matrix_place(job, &j->y);
     MOQ_TRY(moq_matrix_fill(job, &j->x, err));
+    MOQ_TRY(find_addend(j, err));
     MOQ_TRY(j->kernel->run(&j->call, err));
     return moq_matrix_hand_back(job, &j->y, err);
 }
@@ -88,12 +116,19 @@ static void place(moq_linear_job *j) {
         moq_job_reserve(&j->job, j->kernel->workspace(&j->call));
     moq_matrix_reserve(&j->job, &j->x);
     moq_matrix_reserve(&j->job, &j->y);
+    reserve_low_rank(j);
 }
 
 moq_status moq_linear_open_choice(const moq_linear_spec *spec, const moq_params *params,
                                   const moq_tensor *x, const moq_tensor *bias, const moq_tensor *y,
                                   int64_t m, moq_choice choice, moq_linear_job *job, moq_err *err) {
+    moq_input_mode input = moq_linear_input_without_scale(spec);
     job->kernel = moq_linear_kernel_at(choice.kernel);
+    if (!params->of[MOQ_PARAM_INPUT_SCALE].data && input != spec->input) {
+        job->spec = *spec;
+        job->spec.input = input;
+        spec = &job->spec;
+    }
     job->call = (moq_linear_call){
         .spec = spec,
         .m = m,
@@ -109,6 +144,10 @@ moq_status moq_linear_open_choice(const moq_linear_spec *spec, const moq_params 
         .bias_dtype = bias ? bias->dtype : MOQ_DT_NONE,
         .config = choice.config,
     };
+    job->low_rank = (moq_low_rank){.spec = spec,
+                                   .m = m,
+                                   .lora_a = params->of[MOQ_PARAM_LORA_A].data,
+                                   .lora_b = params->of[MOQ_PARAM_LORA_B].data};
     moq_job_open(&job->job, spec->device, run);
     if (spec->device.kind == MOQ_CUDA) {
         MOQ_TRY(moq_check_target(spec->device, &spec->target, err));

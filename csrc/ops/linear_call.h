@@ -3,7 +3,7 @@
 #ifndef MOQ_OPS_LINEAR_CALL_H
 #define MOQ_OPS_LINEAR_CALL_H
 
-#include "core/linear.h"
+#include "core/low_rank.h"
 #include "ops/job.h"
 #include "ops/linear_kernels.h"
 #include "ops/params.h"
@@ -13,8 +13,11 @@
 typedef struct {
     moq_job job; /* first: ops/job.h */
     moq_linear_call call;
+    moq_linear_spec spec; /* the call's, where the absence of a scale changes what becomes of x */
     const moq_linear_kernel *kernel;
     moq_matrix x, y;
+    moq_low_rank low_rank;       /* of a layer that has one */
+    int64_t inner_at, addend_at; /* its sums in the workspace */
 } moq_linear_job;
 
 /* Checks y = x W^T + bias and picks the kernel. x is [..., in_features] with any strides, y [...,

@@ -39,10 +39,11 @@ bool moq_linear_runs_on_isa(const moq_linear_spec *spec, moq_isa isa, char *reas
     static moq_status run_##isa_name(const moq_linear_call *call, moq_err *err) {                  \
         return moq_cpu_linear(moq_linear_tiles_of(level), call, err);                              \
     }                                                                                              \
-    static const moq_linear_kernel ROW_##isa_name = {{"cpu", #isa_name, .takes_codes = true},      \
-                                                     can_run_##isa_name,                           \
-                                                     .cost = cost_##isa_name,                      \
-                                                     .run = run_##isa_name};
+    static const moq_linear_kernel ROW_##isa_name = {                                              \
+        {"cpu", #isa_name, .adds = true, .takes_codes = true},                                     \
+        can_run_##isa_name,                                                                        \
+        .cost = cost_##isa_name,                                                                   \
+        .run = run_##isa_name};
 
 CPU_KERNEL(portable, MOQ_ISA_PORTABLE)
 CPU_KERNEL(avx2, MOQ_ISA_AVX2)

@@ -179,10 +179,27 @@ static moq_moe_weight weight_at(const moq_params *params, int place) {
     };
 }
 
+/* The spec of a call: x, and what is between the projections, are quantized by token where there is
+ * no scale and the algorithm says so. */
+static const moq_moe_spec *spec_of_call(const moq_moe_spec *spec, const moq_params *params,
+                                        moq_moe_job *job) {
+    bool scales[2] = {params->of[MOQ_PARAM_OF_W13 + MOQ_PARAM_INPUT_SCALE].data,
+                      params->of[MOQ_PARAM_OF_W2 + MOQ_PARAM_INPUT_SCALE].data};
+    if ((scales[0] && scales[1]) || !spec->w13.by_token)
+        return spec;
+    job->spec = *spec;
+    if (!scales[0])
+        job->spec.w13.input = moq_linear_input_without_scale(&spec->w13);
+    if (!scales[1])
+        job->spec.w2.input = moq_linear_input_without_scale(&spec->w2);
+    return &job->spec;
+}
+
 moq_status moq_moe_open_choice(const moq_moe_spec *spec, const moq_params *params,
                                const moq_moe_inputs *in, moq_choice choice, moq_moe_job *job,
                                moq_err *err) {
     job->kernel = moq_moe_kernel_at(choice.kernel);
+    spec = spec_of_call(spec, params, job);
     job->call = (moq_moe_call){
         .spec = spec,
         .tokens = moq_tensor_numel(in->x) / moq_linear_x_columns(&spec->w13),
@@ -214,7 +231,8 @@ static moq_status check_scales(const moq_moe_spec *spec, const moq_params *param
     moq_input_mode mode = spec->w13.input;
     bool given = params->of[MOQ_PARAM_OF_W13 + MOQ_PARAM_INPUT_SCALE].data &&
                  params->of[MOQ_PARAM_OF_W2 + MOQ_PARAM_INPUT_SCALE].data;
-    if (given || (mode != MOQ_INPUT_E4M3_TENSOR && mode != MOQ_INPUT_NVFP4))
+    bool by_token = spec->w13.by_token && !spec->w13.quantized_input;
+    if (given || by_token || (mode != MOQ_INPUT_E4M3_TENSOR && mode != MOQ_INPUT_NVFP4))
         return MOQ_OK;
     return moq_fail_of(err, MOQ_ERR_VALUE, "params",
                        "expected \"w13_input_scale\" and \"w2_input_scale\", %s with compute "

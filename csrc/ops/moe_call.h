@@ -25,6 +25,7 @@ typedef struct {
 typedef struct {
     moq_job job; /* first: ops/job.h */
     moq_moe_call call;
+    moq_moe_spec spec; /* the call's, where the absence of a scale changes what becomes of x */
     const moq_moe_kernel *kernel;
     moq_matrix x, y;
 } moq_moe_job;

@@ -19,9 +19,13 @@ static const moq_kernel *kernel_of(const moq_plan *plan, int kernel) {
 
 bool moq_plan_can_run(const moq_plan *plan, int kernel, int64_t m, char *reason) {
     const moq_kernel *row = kernel_of(plan, kernel);
-    if (!plan->layer.quantized_input || row->takes_codes)
+    if (plan->layer.quantized_input && !row->takes_codes)
+        snprintf(reason, MOQ_REASON_SIZE, "quantizes x itself, the layer gets codes");
+    else if (plan->layer.low_rank && !row->adds)
+        snprintf(reason, MOQ_REASON_SIZE, "adds nothing to its outputs, %s has a low-rank part",
+                 plan->layer.algo);
+    else
         return plan->operation->can_run(plan->problem, row, m, reason, MOQ_REASON_SIZE);
-    snprintf(reason, MOQ_REASON_SIZE, "quantizes x itself, the layer gets codes");
     return false;
 }
 

@@ -118,7 +118,7 @@ static moq_status prepare_copies(const moq_weight *w, const moq_weight_sources *
 moq_status moq_prepare_general_on_cuda(const moq_weight *w, const moq_weight_sources *sources,
                                        moq_prepare_mode mode, moq_params *params, moq_err *err) {
     const moq_source *from = (const moq_source *)sources;
-    moq_weight_sources home = {{0}, {0}, {0}, {0}, {0}};
+    moq_weight_sources home = {0};
     moq_source *to = (moq_source *)&home;
     moq_status status = MOQ_OK;
     for (int s = 0; s < SOURCES && status == MOQ_OK; s++)

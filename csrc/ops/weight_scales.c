@@ -58,9 +58,8 @@ moq_prepare_scales moq_prepare_scales_of(const moq_weight *w, const moq_prepare_
 
 /* ---- tensors, on the host or on a device ---- */
 
-/* Reads one tensor of a source as moq_read_scales does, wherever the tensor is. */
-static moq_status read_scales(const moq_source *source, int32_t p, const char *name, int64_t count,
-                              void *stream, float *out, moq_err *err) {
+moq_status moq_prepare_read_values(const moq_source *source, int32_t p, const char *name,
+                                   int64_t count, void *stream, float *out, moq_err *err) {
     moq_tensor part = moq_source_part(source, p), host = part;
     const moq_tensor *t = &part;
     size_t bytes = (size_t)count * moq_dtype_size(t->dtype);
@@ -85,13 +84,13 @@ static moq_status read_per_partition(const moq_weight *w, const moq_source *sour
     MOQ_TRY(moq_check_parts(w, source, name, err));
     if (source->count == 1) {
         bool shared = moq_tensor_numel(source->part) == 1;
-        MOQ_TRY(read_scales(source, 0, name, shared ? 1 : parts, stream, out, err));
+        MOQ_TRY(moq_prepare_read_values(source, 0, name, shared ? 1 : parts, stream, out, err));
         for (int32_t p = 1; shared && p < parts; p++)
             out[p] = out[0];
         return MOQ_OK;
     }
     for (int32_t p = 0; p < parts; p++)
-        MOQ_TRY(read_scales(source, p, name, 1, stream, out + p, err));
+        MOQ_TRY(moq_prepare_read_values(source, p, name, 1, stream, out + p, err));
     return MOQ_OK;
 }
 
@@ -111,7 +110,7 @@ static moq_status read_row_scales(const moq_source *source, int32_t p, const cha
                                   int64_t count, void *stream, float *out, moq_err *err) {
     moq_tensor rows = moq_source_part(source, p);
     if (rows.ndim != 1 || rows.shape[0] != count || moq_tensor_is_contiguous(&rows))
-        return read_scales(source, p, name, count, stream, out, err);
+        return moq_prepare_read_values(source, p, name, count, stream, out, err);
     if (rows.device.kind == MOQ_CPU)
         return read_apart(&rows, name, count, out, err);
     size_t bytes = (size_t)((count - 1) * rows.stride[0] + 1) * moq_dtype_size(rows.dtype);
@@ -132,7 +131,7 @@ static moq_status read_per_row(const moq_weight *w, const moq_source *source, vo
                                float *out, moq_err *err) {
     const char *name = moq_weight_param_name(w, MOQ_PARAM_WEIGHT_SCALE);
     if (source->count == 1)
-        return read_scales(source, 0, name, w->out_features, stream, out, err);
+        return moq_prepare_read_values(source, 0, name, w->out_features, stream, out, err);
     if (source->count != w->partition_count)
         return moq_fail_of(err, MOQ_ERR_VALUE, name, "expected one tensor or %d, got %d",
                            (int)w->partition_count, (int)source->count);
@@ -148,7 +147,7 @@ static moq_status read_blocks(const moq_weight *w, const moq_source *source, voi
     for (int32_t p = 0; p < source->count; p++) {
         int64_t rows =
             source->count == 1 ? moq_weight_block_rows(w) : moq_weight_partition_blocks(w, p);
-        MOQ_TRY(read_scales(source, p, name, rows * columns, stream, out, err));
+        MOQ_TRY(moq_prepare_read_values(source, p, name, rows * columns, stream, out, err));
         out += rows * columns;
     }
     return MOQ_OK;
@@ -224,7 +223,7 @@ static moq_status read_input_scales(const moq_weight *w, const moq_weight_source
 static moq_status read_smoothing(const moq_weight *w, const moq_source *source, void *stream,
                                  int32_t p, float *out, moq_err *err) {
     const char *name = moq_weight_param_name(w, MOQ_PARAM_PRE_QUANT_SCALE);
-    MOQ_TRY(read_scales(source, p, name, w->in_features, stream, out, err));
+    MOQ_TRY(moq_prepare_read_values(source, p, name, w->in_features, stream, out, err));
     for (int64_t k = 0; k < w->in_features; k++)
         if (!isfinite(out[k]))
             return moq_fail_of(err, MOQ_ERR_VALUE, name,

@@ -31,6 +31,10 @@ moq_status moq_prepare_read_scales(const moq_weight *weight, const moq_weight_so
                                    int which, void *stream, const moq_prepare_scales *scales,
                                    moq_err *err);
 
+/* Reads one tensor of a source as moq_read_scales does, wherever the tensor is. */
+moq_status moq_prepare_read_values(const moq_source *source, int32_t p, const char *name,
+                                   int64_t count, void *stream, float *out, moq_err *err);
+
 /* The scales of one expert; `memory` stays with those of all. */
 moq_prepare_scales moq_prepare_scales_of(const moq_weight *weight, const moq_prepare_scales *scales,
                                          int64_t expert);

@@ -21,6 +21,7 @@ typedef struct {
     moq_source weight_scale_2;
     moq_source input_scale;
     moq_source pre_quant_scale;
+    moq_source lora_a, lora_b; /* of a matrix */
 } moq_weight_sources;
 
 /* Makes the view of a stack's tensor, experts first, the view of its first expert, and tells the

@@ -13,6 +13,7 @@ from functools import cache
 from math import isfinite
 from typing import Any
 
+from moqext.algorithms import ALGORITHMS
 from moqext.checkpoint import Checkpoint
 from moqext.cli import add_checkpoint, find, open_checkpoint, plain, text
 from moqext.cli import problems as problem_list
@@ -349,6 +350,8 @@ def _unrunnable(checkpoint: Checkpoint, findings: Findings, columns: int | None)
         for linear in layer.linears():
             if not is_runnable(linear.quant_algo):
                 listed[linear.quant_algo] = None
+            elif layer.kind == "moe" and ALGORITHMS[linear.quant_algo].low_rank:
+                listed[f"experts ({linear.quant_algo})"] = None
             elif linear.projections and not has_method(checkpoint, linear):
                 listed[f"stacked experts ({linear.quant_algo})"] = None
             elif linear.kind in ("embedding", "convolution"):

@@ -133,7 +133,7 @@ def _fused(linears: Iterable[LayerRecord]) -> Iterator[list[LayerRecord]]:
     for children in siblings.values():
         for names in FUSED_GROUPS:
             group = [children[name] for name in names if name in children]
-            kinds = {(record.quant_algo, record.group_size, record.shape[1]) for record in group}
+            kinds = {(record.quant_algo, record.group_size, record.rank, record.shape[1]) for record in group}
             if len(group) == len(names) and len(kinds) == 1:
                 yield group
 
@@ -148,7 +148,7 @@ def _linear_methods(records: Sequence[LayerRecord], options: dict[str, Any]) -> 
     scaled = facts is not None and facts.linear == "e4m3_tensor"
     coded = scaled and facts is not None and not facts.pre_quant_scale
     for one_scale in (False, True) if scaled and len(partitions) > 1 else (False,):
-        about = {"group_size": first.group_size, "one_input_scale": one_scale, **options}
+        about = {"group_size": first.group_size, "one_input_scale": one_scale, "rank": first.rank, **options}
         yield LinearMethod(first.quant_algo, first.shape[1], partitions, **about)
         if coded and (one_scale or len(partitions) == 1):
             yield LinearMethod(first.quant_algo, first.shape[1], partitions, quantized_input=True, **about)

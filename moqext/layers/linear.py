@@ -20,9 +20,9 @@ class LinearMethod(PlannedMethod):
     """A linear layer y = x Wᵀ + bias whose weight W is quantized.
 
     Args:
-        quant_algo: "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4",
-            "W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8", "MXFP8", "W4A16_AWQ", "W4A8_AWQ", "W8A16" or
-            "W8A8_SQ_PER_CHANNEL", in any spelling that configurations use.
+        quant_algo: "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4_AWQ", "NVFP4_SVD",
+            "W4A16_NVFP4", "W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8", "MXFP8", "W4A16_AWQ", "W4A8_AWQ",
+            "W8A16" or "W8A8_SQ_PER_CHANNEL", in any spelling that configurations use.
         in_features: K, columns of the weight.
         out_partitions: Rows of each layer fused into this one, in order ([q, k, v] or [N]). Every partition
             keeps its own scales; none is requantized.
@@ -40,23 +40,25 @@ class LinearMethod(PlannedMethod):
             `ops.rms_norm_quantize` and `ops.silu_and_mul_quantize` return for the layer's one `input_scale`,
             which the checkpoint has to have. For FP8, W4A8_NVFP4_FP8 and W4A8_MXFP4_FP8. y is of `dtype` as
             always, and has the bits of the same kernel with an x that it quantizes itself.
+        rank: Of the low-rank pair that each partition of NVFP4_SVD has; None for 32, as ModelOpt splits off.
 
     `compute="exact"` treats the activations as the algorithm prescribes and multiplies the weight exactly
     as stored: FP8 quantizes x to e4m3 with the checkpoint's `input_scale` (with amax / 448 of the whole x
     where the checkpoint has none), FP8_PER_CHANNEL_PER_TOKEN with one scale per token, FP8_PB_WO with one
-    per token and 128 columns, W4A8_NVFP4_FP8, W4A8_MXFP4_FP8 and W4A8_AWQ as FP8; W8A8_SQ_PER_CHANNEL
-    quantizes it to int8 with `input_scale`, or by token where the checkpoint has none; all others leave x as
-    it is. A `pre_quant_scale` multiplies x before that.
+    per token and 128 columns, W4A8_NVFP4_FP8 and W4A8_AWQ as FP8; W4A8_MXFP4_FP8 to e4m3 and
+    W8A8_SQ_PER_CHANNEL to int8 with `input_scale`, or by token where the checkpoint has none; all others
+    leave x as it is. A `pre_quant_scale` multiplies x before that. NVFP4_SVD adds `lora_b (lora_a x)` of the
+    smoothed x as it is, in float32 and before the one rounding, whatever `compute` makes of x for the weight.
 
     NVFP4 weights also run as `"fp4"` (x quantized to NVFP4 with `input_scale`, or amax / 2688 of the whole
     x) and as `"fp8"` (x quantized per token, block scales folded into e4m3 weights: about 2 % of noise on
     top of NVFP4's own 9 %). MXFP4 and MXFP8 run as `"fp8"`, too: MXFP4 loses nothing in a row whose exponents
     differ by at most 14, MXFP8 only in codes that become subnormal.
 
-    `compute="auto"` is `"exact"`, but on CUDA NVFP4, NVFP4_AWQ, W4A16_NVFP4 and MXFP4, from one prepared
-    copy, run as `"fp8"` wherever that is expected to be faster for the number of tokens, which on Hopper is
-    from some hundreds on: `compute_for` tells which. A call has the bits that a method of that compute would
-    give it.
+    `compute="auto"` is `"exact"`, but on CUDA NVFP4, NVFP4_AWQ, NVFP4_SVD, W4A16_NVFP4 and MXFP4, from one
+    prepared copy, run as `"fp8"` wherever that is expected to be faster for the number of tokens, which on
+    Hopper is from some hundreds on: `compute_for` tells which. A call has the bits that a method of that
+    compute would give it. MXFP8, of which no one copy serves both, stays `"exact"`.
 
     The attributes are the arguments, resolved: canonical names, the group size that holds. Copying and
     pickling work.
@@ -83,6 +85,7 @@ class LinearMethod(PlannedMethod):
         fast_accum: bool = False,
         one_input_scale: bool = False,
         quantized_input: bool = False,
+        rank: int | None = None,
     ) -> None:
         check_variables(stacklevel=2)
         plan = _C.linear_plan(
@@ -96,6 +99,7 @@ class LinearMethod(PlannedMethod):
             fast_accum=fast_accum,
             one_input_scale=one_input_scale,
             quantized_input=quantized_input,
+            rank=rank,
         )
         super().__init__(plan, compute)
         self.in_features = int(in_features)
@@ -109,6 +113,12 @@ class LinearMethod(PlannedMethod):
     def out_features(self) -> int:
         """Rows of the weight: the sum of the partitions."""
         return sum(self.out_partitions)
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of the low-rank pair of each partition; None where there is none."""
+        spec = self.checkpoint_params.get("lora_b")
+        return None if spec is None else spec.shape[1]
 
     def prepare(self, params: Mapping[str, Any], out: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """Turns checkpoint tensors into prepared ones. On CUDA it returns when they are written.
@@ -178,7 +188,7 @@ class LinearMethod(PlannedMethod):
 
     def __reduce__(self) -> tuple[Any, ...]:
         about = (self.quant_algo, self.in_features, self.out_partitions)
-        options = (self.compute, self.fast_accum, self.one_input_scale, self.quantized_input)
+        options = (self.compute, self.fast_accum, self.one_input_scale, self.quantized_input, self.rank)
         return make_method, (*about, self.group_size, self.dtype, self.device, *options)
 
     def __repr__(self) -> str:
@@ -200,6 +210,7 @@ def make_method(
     fast_accum: bool = False,
     one_input_scale: bool = False,
     quantized_input: bool = False,
+    rank: int | None = None,
 ) -> LinearMethod:
     """`LinearMethod` with every argument by position: what copies and pickles are made by."""
     return LinearMethod(
@@ -213,6 +224,7 @@ def make_method(
         fast_accum=fast_accum,
         one_input_scale=one_input_scale,
         quantized_input=quantized_input,
+        rank=rank,
     )
 
 

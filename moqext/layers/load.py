@@ -104,6 +104,7 @@ def load_layers(
             compute=compute,
             one_input_scale=_shares_input_scale(first.quant_algo)
             and _all_the_same(params.get("input_scale", [])),
+            rank=first.rank,
         )
     except UnsupportedQuantization as error:
         raise UnsupportedQuantization(f"{', '.join(names)}: {error}") from None
@@ -214,6 +215,7 @@ def _refuse_unlike(records: Sequence[LayerRecord]) -> None:
 
     refuse("quant_algo", [record.quant_algo for record in records], UnsupportedQuantization)
     refuse("group_size", [record.group_size for record in records], UnsupportedQuantization)
+    refuse("rank", [record.rank for record in records], UnsupportedQuantization)
     refuse("in_features", [record.shape[1] for record in records], ValueError)
 
 

@@ -247,7 +247,8 @@ def plan_parts(
 
 def _refuse_without_input_scale(checkpoint: CheckpointReader, record: LayerRecord, form: ExpertForm) -> None:
     """Experts whose activations have one scale have it from the checkpoint, or have none."""
-    if ALGORITHMS[form.quant_algo].linear != "e4m3_tensor":
+    facts = ALGORITHMS[form.quant_algo]
+    if facts.linear != "e4m3_tensor" or facts.by_token:
         return
     parts = [part for part in parts_of(record) if part.quant_algo == form.quant_algo]
     for side in ([part for part in parts if (role_of(part) == "down") == down] for down in (False, True)):

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext import _C
+from moqext.algorithms import ALGORITHMS
 from moqext.layers import tuning
 from moqext.layers.expert_scales import unify_input_scales
 from moqext.layers.method import PlannedMethod
@@ -81,7 +82,8 @@ class MoEMethod(PlannedMethod):
     Gate and up keep their own scales. Activation scales are one for all experts of a layer where x is
     quantized with a static scale (FP8, W4A8_NVFP4_FP8, W4A8_MXFP4_FP8, W4A8_AWQ, W8A8_SQ_PER_CHANNEL), the
     largest that there is, and one an expert with `compute="fp4"`; experts without one have the largest of the
-    others, with a RuntimeWarning.
+    others, with a RuntimeWarning. W4A8_MXFP4_FP8 and W8A8_SQ_PER_CHANNEL, where none has one, quantize by
+    token.
 
     With `quantized_input` x is what `ops.quantize` makes of tokens, and `x_scale` the scales that it returns
     beside the codes. y is of `dtype` as always, and has the bits of the same kernel with tokens that it
@@ -235,7 +237,8 @@ class MoEMethod(PlannedMethod):
         for name in ("w13_input_scale", "w2_input_scale"):
             if stacks.get(name) is not None:  # has to be right also where no kernel uses it
                 stacks[name] = self._input_scales(name, stacks[name], filled.get(name))
-            if name in self.prepared_params and stacks.get(name) is None:
+            by_token = ALGORITHMS[self.quant_algo].by_token and not self.quantized_input
+            if name in self.prepared_params and stacks.get(name) is None and not by_token:
                 raise ValueError(
                     f"params[{name!r}]: missing in every expert, and {self.quant_algo} with "
                     f"compute={self.compute!r} quantizes activations with it"

@@ -51,7 +51,9 @@ def linear(
         raise ValueError("x: expected at least one dimension, got shape []")
     partitions = tuple(out_partitions) if isinstance(out_partitions, Iterable) else out_partitions
     columns, device = about["shape"][-1], about["device"]
-    plan = _linear_plan(quant_algo, columns, partitions, group_size, dtype, device, compute)
+    pair = params.get("lora_b")
+    rank = None if pair is None else _C.describe_tensor(pair)["shape"][-1]
+    plan = _linear_plan(quant_algo, columns, partitions, group_size, dtype, device, compute, rank)
     return plan.run(x, params, bias, out, stream)  # type: ignore[no-any-return]
 
 
@@ -59,7 +61,7 @@ def linear(
 def _linear_plan(*about: Any) -> _C.LinearPlan:
     """The plan of `LinearMethod` with these arguments."""
     check_variables(stacklevel=3)
-    return _C.linear_plan(*about)
+    return _C.linear_plan(*about[:-1], rank=about[-1])
 
 
 def prepare_experts(

@@ -74,6 +74,7 @@ class LayerRecord:
             cuBLAS; "mixed" for experts with both. `Checkpoint.tensor` hands them out in plain order.
         nibbles: "low", or "high" where the files have the even column in the high half of a byte; "mixed"
             for experts with both. `Checkpoint.tensor` hands codes out with the even one low.
+        rank: of the low-rank pair of a linear in NVFP4_SVD; None where there is none.
     """
 
     name: str
@@ -93,6 +94,7 @@ class LayerRecord:
     partitions: tuple[int, ...] = ()
     scale_layout: str = "linear"
     nibbles: str = "low"
+    rank: int | None = None
 
     @property
     def is_plain(self) -> bool:

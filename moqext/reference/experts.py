@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moqext.reference.linear import coded_activation, linear, multiplied_weight, treatment
+from moqext.reference.linear import BY_TOKEN, coded_activation, linear, multiplied_weight, treatment
 from moqext.reference.numbers import F32, F64, Array, as_float32, plain_array, round_to
 from moqext.reference.weights import Params, tensor
 
@@ -135,7 +135,8 @@ def expert_input_scale(
     """The scale of each expert's activations before one projection; None where none is used.
 
     FP8, W8A8_SQ_PER_CHANNEL and those whose names begin with W4A8 have one of the layer, the largest of all
-    experts and of gate and up; so every expert has it. `compute="fp4"` has one of each expert, the larger one
+    experts and of gate and up; so every expert has it. Without any, W8A8_SQ_PER_CHANNEL and W4A8_MXFP4_FP8
+    quantize by token. `compute="fp4"` has one of each expert, the larger one
     of its gate and up. A NaN is a missing one: an expert without any has the largest of the others.
 
     Args:
@@ -156,6 +157,8 @@ def expert_input_scale(
     experts = tensor(stacks, "w2_weight").shape[0]
     slots = as_float32(stacks.get(name, np.full(experts, np.nan, np.float32))).reshape(experts, -1)
     known = ~np.isnan(slots)
+    if not known.any() and quant_algo in BY_TOKEN and not shared:
+        return None
     if not known.any():
         raise ValueError(f"{name}: no expert has one, and {quant_algo} with compute {compute!r} needs it")
     if not ((slots[known] > 0) & np.isfinite(slots[known])).all():

@@ -43,6 +43,8 @@ EXACT = {
     "W8A8_SQ_PER_CHANNEL": "int8",
     "W8A16": "untouched",
 }
+BY_TOKEN = ("W4A8_MXFP4_FP8", "W8A8_SQ_PER_CHANNEL")
+"""Algorithms that quantize x by token where there is no input_scale."""
 FOLDED = (*NVFP4_FAMILY, "W4A8_NVFP4_FP8", *MXFP4_FAMILY, "MXFP8")
 """Algorithms with compute="fp8"."""
 MX_ACTIVATIONS = ("MXFP4", "MXFP8")
@@ -65,8 +67,9 @@ def linear(
 
     `compute="exact"` leaves the weight as the file has it and treats x so:
 
-    - FP8 (and W4A8_NVFP4_FP8, W4A8_MXFP4_FP8, W4A8_AWQ): E4M3 per tensor, with input_scale where the file has
-      one, else with a scale found at run time (`quantize_fp8_static`, `quantize_fp8_tensor`);
+    - FP8 (and W4A8_NVFP4_FP8, W4A8_AWQ): E4M3 per tensor, with input_scale where the file has one, else with
+      a scale found at run time (`quantize_fp8_static`, `quantize_fp8_tensor`);
+    - W4A8_MXFP4_FP8: E4M3 under input_scale where the file has one, else per token;
     - FP8_PER_CHANNEL_PER_TOKEN: E4M3 per token; FP8_PB_WO: E4M3 per token and group of 128;
     - W8A8_SQ_PER_CHANNEL: int8 under input_scale where the file has one, else per token;
     - NVFP4, NVFP4_AWQ, NVFP4_SVD, W4A16_NVFP4, MXFP4, MXFP8, W4A16_AWQ, W8A16: untouched.
@@ -74,7 +77,7 @@ def linear(
     For the NVFP4 family there are two more. `compute="fp4"` (W4A4) quantizes x with `quantize_nvfp4` under
     input_scale, or where that is missing under a scale found from all of x. `compute="fp8"` quantizes x per
     token and folds the block scales into E4M3 weights (`fold_nvfp4`), which is no longer exact. So it does
-    for MXFP4 and MXFP8 (`fold_mxfp4`, `fold_mxfp8`) and, with x in E4M3 per tensor, for W4A8_NVFP4_FP8 and
+    for MXFP4 and MXFP8 (`fold_mxfp4`, `fold_mxfp8`) and, with x as "exact" has it, for W4A8_NVFP4_FP8 and
     W4A8_MXFP4_FP8.
 
     `compute="mxfp8"` leaves the weight of MXFP4 and MXFP8 as it is, and quantizes x with `quantize_mxfp8`, as
@@ -145,13 +148,21 @@ def multiplied_weight(params: Params, quant_algo: str, compute: str, group_size:
     return decode(codes, "e4m3").astype(np.float64) * factor[:, None] * second
 
 
-def treatment(quant_algo: str, compute: str) -> str:
-    """The form that activations get: "tensor", "token", "group", "nvfp4", "int8", "mxfp8", or "untouched"."""
+def treatment(quant_algo: str, compute: str, scaled: bool = True) -> str:
+    """The form that activations get: "tensor", "token", "group", "nvfp4", "int8", "mxfp8", or "untouched".
+
+    Args:
+        quant_algo: canonical name.
+        compute: as for `linear`.
+        scaled: whether there is an input_scale.
+    """
     if compute == "mxfp8":
         return "mxfp8"
     if compute == "fp4":
         return "nvfp4"
     exact = EXACT[quant_algo]
+    if exact == "tensor" and quant_algo in BY_TOKEN and not scaled:
+        return "token"
     return "token" if compute == "fp8" and exact == "untouched" else exact
 
 
@@ -187,7 +198,7 @@ def multiplied_activation(
     x: F32, params: Params, quant_algo: str, compute: str, group_size: int | None
 ) -> F64:
     """The values that the quantized activations stand for, exactly."""
-    kind = treatment(quant_algo, compute)
+    kind = treatment(quant_algo, compute, "input_scale" in params)
     if kind == "nvfp4":
         return quantize_nvfp4(x, params.get("input_scale")).dequantize()
     if kind == "untouched":

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moqext import reference
 from moqext.algorithms import ALGORITHMS
 from moqext.ops.spelling import SWIGLU
-from moqext.reference.activations import quantize_fp8_group, quantize_fp8_token
+from moqext.reference.activations import quantize_fp8_group, quantize_fp8_token, quantize_int8_token
 from moqext.reference.experts import coded_rows, expert_params, local_experts
 from moqext.reference.linear import multiplied_activation, multiplied_weight, treatment
 
@@ -135,8 +135,9 @@ def _bias(part: Params) -> Any:
 
 def _reach(low: F32, high: F32, down: Params, weight: F64, options: dict[str, Any]) -> F64:
     """How far the sums of the second projection may move, [rows, H]."""
-    kind = treatment(options["quant_algo"], options.get("compute", "exact"))
-    if kind in ("token", "group"):
+    scaled = "input_scale" in down
+    kind = treatment(options["quant_algo"], options.get("compute", "exact"), scaled)
+    if kind in ("token", "group") or (kind == "int8" and not scaled):
         ends = _smoothed(low, down, options), _smoothed(high, down, options)
         apart = _apart_by_scales(np.minimum(*ends), np.maximum(*ends), kind)
         if options.get("in_cores", False):
@@ -153,14 +154,18 @@ def _apart_by_scales(low: F32, high: F32, kind: str) -> F64:
     """
     least = np.where(np.sign(low) == np.sign(high), np.minimum(np.abs(low), np.abs(high)), np.float32(0))
     most = np.maximum(np.abs(low), np.abs(high))
-    if kind == "token":
-        small, large = (quantize_fp8_token(values)[1][:, None] for values in (least, most))
+    if kind != "group":
+        quantize = quantize_int8_token if kind == "int8" else quantize_fp8_token
+        small, large = (quantize(values)[1][:, None] for values in (least, most))
     else:
         columns = low.shape[1]
         small, large = (quantize_fp8_group(v)[1].repeat(128, axis=1)[:, :columns] for v in (least, most))
 
     def read(values: F32, by: F32, times: F32) -> F64:
-        codes = reference.decode(reference.encode(np.abs(values) / by, "e4m3"), "e4m3")
+        quotient = np.abs(values) / by
+        if kind == "int8":
+            return np.minimum(np.rint(quotient), 128).astype(np.float64) * times
+        codes = reference.decode(reference.encode(quotient, "e4m3"), "e4m3")
         return codes.astype(np.float64) * times
 
     upper = np.where(high >= 0, read(high, small, large), -read(high, large, small))

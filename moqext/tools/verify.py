@@ -35,6 +35,10 @@ ROWS_AT_ONCE = 4096
 """Rows of a weight the reference holds in float64 at a time; a multiple of the rows of a block."""
 
 
+_WHOLE = ("input_scale", "pre_quant_scale", "lora_a")
+"""Tensors that all rows of a weight have in common."""
+
+
 class Weight(NamedTuple):
     """A weight with a row of its own: a linear, an embedding, experts that run together, or one of others.
 
@@ -324,7 +328,7 @@ def _rows(params: Mapping[str, Any], record: LayerRecord, first: int, last: int)
         if parts and role in ("weight_scale", "input_scale") and tensor.shape == (parts,):
             index = int(np.searchsorted(np.cumsum(record.partitions), first, "right"))
             part[role] = tensor[index : index + 1]
-        elif tensor.size == 1 or tensor.ndim == 0 or role in ("input_scale", "pre_quant_scale"):
+        elif tensor.size == 1 or tensor.ndim == 0 or role in _WHOLE:
             part[role] = tensor
         elif tensor.shape[0] == rows:
             part[role] = tensor[first:last]

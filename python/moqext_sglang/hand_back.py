@@ -136,6 +136,6 @@ def or_sglang(create_weights: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_runnable(algorithm: str) -> bool:
-    """Whether moqext has a linear method of an algorithm, on any machine."""
+    """Whether moqext runs linears of an algorithm here, on any machine."""
     facts = ALGORITHMS.get(algorithm)
-    return facts is not None and facts.linear is not None
+    return facts is not None and facts.linear is not None and not facts.low_rank

@@ -15,7 +15,9 @@ from torch.autograd import forward_ad
 from moqext import LinearMethod
 
 ROLES = ("weight", "weight_scale", "output_scale", "input_scale", "pre_quant_scale", "fold_scale")
-"""Every prepared tensor that a linear may have, in the order of the operation's arguments."""
+"""The prepared tensors of a linear, in the order of the operation's arguments."""
+LOW_RANK = ("lora_a", "lora_b")
+"""The prepared tensors that only NVFP4_SVD has: the last arguments."""
 
 NO_GRADIENT = (
     "moqext layers have no gradient: call them under torch.no_grad() or torch.inference_mode(), or pass "
@@ -58,8 +60,8 @@ torch.library.define(
     "moqext::linear",
     "(Tensor x, Tensor weight, Tensor? weight_scale, Tensor? output_scale, Tensor? input_scale, "
     "Tensor? pre_quant_scale, Tensor? fold_scale, Tensor? bias, str quant_algo, int[] out_partitions, "
-    "int? group_size, str compute, bool one_input_scale, ScalarType? out_dtype=None, bool fast_accum=False) "
-    "-> Tensor",
+    "int? group_size, str compute, bool one_input_scale, ScalarType? out_dtype=None, bool fast_accum=False, "
+    "Tensor? lora_a=None, Tensor? lora_b=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -76,6 +78,7 @@ def find_method(
     one_input_scale: bool,
     quantized_input: bool = False,
     fast_accum: bool = False,
+    rank: int | None = None,
 ) -> LinearMethod:
     """The one method of a description: layers and the operation share it, and what was tuned in it."""
     return LinearMethod(
@@ -89,6 +92,7 @@ def find_method(
         fast_accum=fast_accum,
         one_input_scale=one_input_scale,
         quantized_input=quantized_input,
+        rank=rank,
     )
 
 
@@ -108,12 +112,15 @@ def run_linear(
     one_input_scale: bool,
     out_dtype: torch.dtype | None = None,
     fast_accum: bool = False,
+    lora_a: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs the operation on tensors of the CPU or of CUDA."""
     if x.dim() == 0:
         raise ValueError("x: expected at least one dimension, got shape []")
-    tensors = (weight, weight_scale, output_scale, input_scale, pre_quant_scale, fold_scale)
-    params = {role: tensor for role, tensor in zip(ROLES, tensors, strict=True) if tensor is not None}
+    tensors = (weight, weight_scale, output_scale, input_scale, pre_quant_scale, fold_scale, lora_a, lora_b)
+    roles = (*ROLES, *LOW_RANK)
+    params = {role: tensor for role, tensor in zip(roles, tensors, strict=True) if tensor is not None}
     partitions = tuple(out_partitions)
     method = find_method(
         quant_algo,
@@ -126,6 +133,7 @@ def run_linear(
         one_input_scale,
         out_dtype is not None,
         fast_accum,
+        None if lora_b is None else lora_b.shape[1],
     )
     return method(x.detach() if x.requires_grad else x, params, bias)
 

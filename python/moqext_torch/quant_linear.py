@@ -21,7 +21,7 @@ from moqext.algorithms import ALGORITHMS
 from moqext.ops import unpack_nvfp4, unswizzle_block_scales
 from moqext.ops.spelling import Compute
 from moqext_torch.exchange import NAMED, stored_exponents, stored_tensor
-from moqext_torch.op import NO_GRADIENT, ROLES, find_method, is_plain_call
+from moqext_torch.op import LOW_RANK, NO_GRADIENT, ROLES, find_method, is_plain_call
 from moqext_torch.prepared import DTYPES, PreparedModule, as_carrier
 
 
@@ -39,19 +39,20 @@ class QuantLinear(PreparedModule):
         device: where the tensors are made; "meta" makes none.
         optional: tensors beside the required ones that the checkpoint has: "input_scale", "pre_quant_scale".
             `load_state_dict` adds them by itself.
+        rank: as for `LinearMethod`.
 
     The tensors of a layer [N, K] are those of the checkpoint: `weight`, float8_e4m3fn [N, K] or uint8
     [N, K / 2] with two values of NVFP4 in a byte; `weight_scale`, float32, or e4m3 [N, K / group_size],
-    of MXFP4 uint8;
-    `weight_scale_2`, `input_scale`, `pre_quant_scale`, float32; `bias`. `LinearMethod.checkpoint_params`
-    lists them.
+    of MXFP4 uint8; `weight_scale_2`, `input_scale`, `pre_quant_scale`, `lora_a`, `lora_b`, float32; `bias`.
+    `LinearMethod.checkpoint_params` lists them. Files may name a tensor otherwise, as ModelOpt does
+    `weight_quantizer._svdquant_lora_a`; `from_checkpoint` knows.
 
     Raises:
         UnsupportedQuantization, ValueError: as `LinearMethod`.
     """
 
     CODES = ("weight",)
-    ROLES = ROLES
+    ROLES = (*ROLES, *LOW_RANK)
     PARAMETERS = ("weight", "bias")
     EXTRAS = ("bias",)
 
@@ -72,17 +73,25 @@ class QuantLinear(PreparedModule):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         optional: Iterable[str] = (),
+        rank: int | None = None,
     ) -> None:
         super().__init__(dtype)
         partitions = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         about = LinearMethod(
-            quant_algo, in_features, partitions, group_size=group_size, dtype=dtype, compute=compute
+            quant_algo,
+            in_features,
+            partitions,
+            group_size=group_size,
+            dtype=dtype,
+            compute=compute,
+            rank=rank,
         )
         self.quant_algo = about.quant_algo
         self.in_features = in_features
         self.out_features = about.out_features
         self.out_partitions = about.out_partitions
         self.group_size = about.group_size
+        self.rank = about.rank
         self.compute = compute
         self.one_input_scale = False
         specs, wanted = about.checkpoint_params, set(optional)
@@ -154,6 +163,11 @@ class QuantLinear(PreparedModule):
                     f"{first.name} is {first.format}, {record.name} {record.format}: layers fused along rows "
                     "need one format; load them one by one"
                 )
+            if record.rank != first.rank:
+                raise UnsupportedQuantization(
+                    f"{first.name} has a pair of rank {first.rank}, {record.name} of {record.rank}: layers "
+                    "fused along rows need one rank; load them one by one"
+                )
         try:
             return cls(
                 first.shape[1],
@@ -162,6 +176,7 @@ class QuantLinear(PreparedModule):
                 bias=any("bias" in record.tensors for record in records),
                 group_size=first.group_size,
                 optional=[role for role in ("input_scale", "pre_quant_scale") if role in first.tensors],
+                rank=first.rank,
                 **options,
             )
         except UnsupportedQuantization as error:
@@ -215,6 +230,8 @@ class QuantLinear(PreparedModule):
             self.group_size,
             self.compute,
             self.one_input_scale,
+            lora_a=self.prepared_lora_a,
+            lora_b=self.prepared_lora_b,
         )
 
     def _find_method(self) -> LinearMethod:
@@ -234,6 +251,7 @@ class QuantLinear(PreparedModule):
             torch.device("cpu") if device.type == "meta" else device,
             self.compute,
             one_input_scale,
+            rank=self.rank,
         )
 
     def _shares_input_scale(self, scale: torch.Tensor | None) -> bool:

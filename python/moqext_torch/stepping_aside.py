@@ -12,7 +12,7 @@ OLDEST = (8, 0)
 FP4_TENSOR_CORES = (10, 0)
 """Capability from which engines multiply FP4 and MX formats as such, and moqext bf16."""
 STAND_IN = "NVFP4_SVD"
-"""Algorithm that `read_config` writes where a layer has one that its reader does not know."""
+"""Algorithm that no plug-in runs: `read_config` writes it for layers in one that its reader does not know."""
 
 _said: set[tuple[str, str]] = set()
 
@@ -63,6 +63,8 @@ def reason_to_step_aside(quant_algo: str, capability: tuple[int, int] | None) ->
     facts = ALGORITHMS.get(quant_algo)
     if facts is None or facts.linear is None:
         return Reason("moqext has no linear method for it", runs=False)
+    if facts.low_rank:
+        return Reason("moqext does not load low-rank pairs here", runs=False)
     if facts.codes in ("int4", "int8") or (facts.codes, facts.scale_dtype) == ("e4m3", "float8_e8m0fnu"):
         return Reason("it is not known to be faster in moqext", runs=True)
     if capability is None:

@@ -67,6 +67,7 @@ class FusedLinear(QuantLinear):
             dtype=first.dtype,
             device="meta",
             optional=[role for role in ("input_scale", SHARED) if role in stored[0]],
+            rank=first.rank,
         )
         fused.part_shapes = tuple({role: tensor.shape for role, tensor in held.items()} for held in stored)
         fused.part_specs, fused._pending = specs, {}
@@ -253,6 +254,7 @@ def _kind(linear: Any, stored: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
     return (
         linear.quant_algo,
         linear.group_size,
+        linear.rank,
         linear.in_features,
         linear.compute,
         linear.dtype,

@@ -7,6 +7,7 @@ weight themselves (Mamba). They find a weight in the dtype of activations, dequa
 import ast
 import inspect
 import textwrap
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from moqext import ops
 from moqext_torch import QuantLinear
+from moqext_torch.op import LOW_RANK
 
 
 class ReadableLinear(QuantLinear):
@@ -92,6 +94,7 @@ def dequantized(linear: QuantLinear) -> torch.Tensor:
     stored.pop("bias", None)
     stored.pop("input_scale", None)
     factors = stored.pop("pre_quant_scale", None)
+    pair = [stored.pop(role, None) for role in LOW_RANK]
     codes = stored.pop("weight")
     scales = {role: tensor.cpu() for role, tensor in stored.items()}
     if len(linear.out_partitions) > 1:  # FP8 with a scale for each part
@@ -99,9 +102,17 @@ def dequantized(linear: QuantLinear) -> torch.Tensor:
         scales["weight_scale"] = scales["weight_scale"].reshape(-1).expand(len(rows)).repeat_interleave(rows)
     weight = torch.empty(linear.out_features, linear.in_features)
     ops.dequantize(codes.cpu(), linear.quant_algo, **scales, group_size=linear.group_size, out=weight)
+    if pair[0] is not None:
+        weight += _product_of_pairs(*pair, linear.out_partitions)
     if factors is not None:
         weight *= factors.cpu().reshape(-1)
     return weight.to(codes.device, linear.dtype)
+
+
+def _product_of_pairs(a: torch.Tensor, b: torch.Tensor, partitions: Sequence[int]) -> torch.Tensor:
+    """The weight that low-rank pairs stand for, [out, in]: the rows of each part by its own pair."""
+    ranks = a.cpu().split(b.shape[1])
+    return torch.cat([rows @ own for rows, own in zip(b.cpu().split(list(partitions)), ranks, strict=True)])
 
 
 def make_readable(model: torch.nn.Module) -> None:

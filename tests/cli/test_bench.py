@@ -164,7 +164,7 @@ def test_bad_arguments(capsys, options, message):
     ("options", "message"),
     [
         (("--algos", "NVFP5"), 'got "NVFP5"'),
-        (("--algos", "NVFP4_SVD"), "NVFP4_SVD"),
+        (("--algos", "MIXED_PRECISION"), "MIXED_PRECISION has no linear method"),
         (("--shapes", "16x17"), "in_features: expected a multiple of the group size 16 for NVFP4, got 17"),
         (("--plot", "no/such/folder/plot.svg"), "no/such/folder/plot.svg"),
     ],

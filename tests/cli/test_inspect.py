@@ -15,7 +15,7 @@ import moqext
 from moqext.__main__ import main
 from moqext.reader.problems import CODES
 
-from ..svd_files import write_svd
+from ..svd_files import write_svd, write_svd_experts
 from ..work import HANGS, assert_linear
 
 
@@ -204,13 +204,15 @@ def test_experts_cache_and_the_rest(inspect, data):
 def test_what_can_only_be_read_is_named(inspect, data, tmp_path, rng):
     svd = write_svd(tmp_path / "svd", rng)
     _, out, _ = inspect(svd)
-    assert "recognised, not runnable: NVFP4_SVD\n" in out
+    assert "not runnable" not in out
+    _, out, _ = inspect(write_svd_experts(tmp_path / "experts", rng))
+    assert "recognised, not runnable: experts (NVFP4_SVD)\n" in out
     _, out, _ = inspect(data / "exports" / "gpt_oss_nvfp4")
     assert "not runnable" not in out
     _, out, _ = inspect(data / "exports" / "fp8_embedding")
     assert "recognised, not runnable: embedding (FP8)\n" in out
     report = json.loads(inspect(svd, "--json")[1])
-    assert report["totals"]["by_algo"]["NVFP4_SVD"]["runnable"] is False
+    assert report["totals"]["by_algo"]["NVFP4_SVD"]["runnable"] is True
     _, out, _ = inspect(data / "exports" / "mixed_three")
     assert "not runnable" not in out
     report = json.loads(inspect(data / "exports" / "mixed_three", "--json")[1])

@@ -9,7 +9,6 @@ import pytest
 import moqext
 from moqext.cli.progress import Progress
 
-from ..svd_files import write_svd
 from ..work import HANGS
 
 RED, YELLOW, END = "\x1b[1;31m", "\x1b[33m", "\x1b[0m"
@@ -77,12 +76,12 @@ def test_an_empty_no_color_refuses_nothing(terminal, data):
     assert YELLOW in out
 
 
-def test_messages_are_wrapped_not_clipped(terminal, tmp_path, rng):
-    directory = write_svd(tmp_path / "svd", rng)
-    _, out = terminal("verify", directory, columns=50)
-    whole = piped("verify", directory)
+def test_messages_are_wrapped_not_clipped(terminal, data):
+    options = ("verify", data / "exports" / "w4a16_nvfp4", "--compute", "fp4")
+    _, out = terminal(*options, columns=50)
+    whole = piped(*options)
     assert max(map(len, out.splitlines())) <= 50
-    (message,) = [line for line in whole.splitlines() if "supported are" in line]
+    message = next(line for line in whole.splitlines() if "runs with compute" in line)
     assert words(message) in words(out)
 
 

@@ -9,7 +9,7 @@ from moqext.__main__ import main
 from moqext.cli import timed_layers, tune
 from moqext.layers import tuning
 
-from ..svd_files import write_svd
+from ..svd_files import QKV, write_svd
 
 
 @pytest.fixture
@@ -66,10 +66,17 @@ def test_every_format_has_times(data, path, capsys, name):
     assert not told["refused"]
 
 
-def test_what_does_not_run_is_named(tmp_path, rng, path, capsys):
-    write_svd(tmp_path / "svd", rng)
-    assert run(tmp_path, "svd") == 2
-    assert "NVFP4_SVD" in capsys.readouterr().err
+def test_low_rank_layers_have_times(tmp_path, rng, path, capsys):
+    write_svd(tmp_path / "svd", rng, layers=QKV)
+    assert run(tmp_path, "svd", "--tokens", "2", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["layers"]) == 2  # one alone, and all as one
+    assert not told["refused"]
+
+
+def test_what_does_not_run_is_named(data, path, capsys):
+    assert run(data, "exports/w4a16_nvfp4", "--compute", "fp4") == 2
+    assert "W4A16_NVFP4" in capsys.readouterr().err
     assert not path.exists()
 
 

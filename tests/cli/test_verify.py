@@ -18,7 +18,7 @@ from moqext.__main__ import main
 from moqext.tools import verify as moqext_verify
 from moqext.tools.verify_row import CALLS, LIMITS, compare
 
-from ..svd_files import write_svd
+from ..svd_files import write_svd, write_svd_experts
 
 RUNNABLE = {
     "llama_fp8_kvfp8": ("FP8", 7),
@@ -65,22 +65,31 @@ def test_other_dtypes_and_computes(data, capsys, dtype, compute):
     assert len(result["rows"]) == 7
 
 
-def test_other_algorithms_are_reported_as_recognised(tmp_path, rng, capsys):
-    """A healthy export in an algorithm that does not run: nothing is wrong, and nothing ran."""
-    directory = write_svd(tmp_path / "svd", rng)
-    status, result = verify(capsys, directory)
+def test_low_rank_pairs_are_part_of_what_runs(tmp_path, rng, capsys):
+    """Experts that have them run one by one, as the linears that they are."""
+    for directory, rows in (
+        (write_svd(tmp_path / "svd", rng), 1),
+        (write_svd_experts(tmp_path / "experts", rng), 9),
+    ):
+        status, result = verify(capsys, directory)
+        assert (status, len(result["rows"])) == (0, rows), result
+        assert {row["status"] for row in result["rows"]} == {"ok"}
+
+
+def test_what_does_not_run_is_reported_as_recognised(data, capsys):
+    """A healthy export in an algorithm that a compute does not have: nothing is wrong, and nothing ran."""
+    options = (data / "exports" / "w4a16_nvfp4", "--compute", "fp4")
+    status, result = verify(capsys, *options)
     assert status == 0
     assert result["good"] is True
-    (row,) = result["rows"]
-    assert row["quant_algo"] == "NVFP4_SVD"
-    assert row["status"] == "read"
-    assert "supported are FP8" in row["message"]
-    totals = result["totals"]
+    assert {row["status"] for row in result["rows"]} == {"read"}
+    assert all("runs with compute" in row["message"] for row in result["rows"])
+    totals, layers = result["totals"], len(result["rows"])
     assert totals["ran"] == {"layers": 0, "weights": 0, "share": 0.0}
-    assert totals["read"] == {"layers": 1, "weights": totals["weights"], "share": 1.0}
-    assert main(["verify", str(directory)]) == 0
+    assert totals["read"] == {"layers": layers, "weights": totals["weights"], "share": 1.0}
+    assert main(["verify", *map(str, options)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "quantized weights: 0 % ran, 100 % could only be read (1 layer), 0 % refused" in lines
+    assert f"quantized weights: 0 % ran, 100 % could only be read ({layers} layers), 0 % refused" in lines
     assert lines[-1] == "result: nothing is wrong, but nothing could be run"
 
 
@@ -414,10 +423,11 @@ def test_large_weights_are_read_in_pieces(tmp_path, rng, capsys, monkeypatch, al
     encoded = json.dumps(header).encode()
     body = b"".join(tensor.tobytes() for _, tensor in tensors.values())
     (tmp_path / "model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded + body)
-    # Compute "fp4" is for NVFP4: others that run are only read.
-    status, result = verify(capsys, tmp_path, "--compute", "exact" if algo == "NVFP4_SVD" else "fp4")
+    # Compute "fp4" is for NVFP4: others are only read.
+    status, result = verify(capsys, tmp_path, "--compute", "fp4")
     (row,) = result["rows"]
-    assert (status, row["status"], row["shape"]) == (0, "read", [320, 128]), result
+    how = "ok" if algo == "NVFP4_SVD" else "read"
+    assert (status, row["status"], row["shape"]) == (0, how, [320, 128]), result
     assert row["quant_algo"] == algo
 
 

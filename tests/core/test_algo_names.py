@@ -77,7 +77,7 @@ def test_what_is_near_to_none_or_to_several_is_not_guessed(place, name):
 
 def test_an_algorithm_that_is_known_is_not_taken_for_misspelt():
     assert "did you mean" not in message(of_dequantize, "MIXED_PRECISION")
-    assert "did you mean" not in message(of_method, "NVFP4_SVD")
+    assert "did you mean" not in message(of_method, "MIXED_PRECISION")
 
 
 def test_a_misspelt_cache_says_what_was_meant():

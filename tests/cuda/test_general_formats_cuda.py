@@ -196,6 +196,46 @@ def test_experts_match_the_reference(rng: Any, algo: str, dtype: str) -> None:
         assert_experts_close(to_numpy(y), values, stacks, weights, ids, **options)
 
 
+@each("kept", [(), ("w13_input_scale",), ("w2_input_scale",)])
+@each(
+    "algo, compute",
+    [("W4A8_MXFP4_FP8", "exact"), ("W4A8_MXFP4_FP8", "fp8"), ("W8A8_SQ_PER_CHANNEL", "exact")],
+)
+def test_experts_quantize_by_token_where_there_is_no_input_scale(
+    rng: Any, monkeypatch: Any, algo: str, compute: str, kept: tuple[str, ...]
+) -> None:
+    stacks = random_stacks(rng, algo, 6, 256, 128)
+    lost = {"w13_input_scale", "w2_input_scale"} - set(kept)
+    stacks = {name: value for name, value in stacks.items() if name not in lost}
+    x = random_x(rng, (40, 256), "bfloat16")
+    weights, ids = random_routing(rng, 40, 3, 6)
+    options = {"quant_algo": algo, "compute": compute, "dtype": "bfloat16"}
+    plan = MoEMethod(algo, 6, 256, 128, top_k=3, compute=compute, device="cuda:0")._plan
+    for kernel, reason in plan.explain():
+        if reason is not None:
+            continue
+        monkeypatch.setenv("MOQEXT_KERNEL", kernel)
+        method = MoEMethod(algo, 6, 256, 128, top_k=3, compute=compute, device="cuda:0")
+        params = method.prepare(params_to_cuda(stacks))
+        y = method(to_cuda(x, "bfloat16"), params, to_cuda(weights), to_cuda(ids))
+        assert_experts_close(to_numpy(y), reference.as_float32(x), stacks, weights, ids, **options)
+        monkeypatch.delenv("MOQEXT_KERNEL")
+
+
+@each("compute", ["exact", "fp8", "auto"])
+@each("dtype", ["bfloat16", "float16", "float32"])
+def test_rows_have_scales_where_w4a8_mxfp4_fp8_has_none(rng: Any, dtype: str, compute: str) -> None:
+    for input_scale in (True, False):
+        case = random_case(rng, "W4A8_MXFP4_FP8", 640, [34, 130, 8], input_scale=input_scale)
+        method = case.method(dtype=dtype, compute=compute, device="cuda:0")
+        params = method.prepare(params_to_cuda(case.listed()))
+        for tokens in (1, 13, 70):
+            x = random_x(rng, (tokens, 640), dtype)
+            y = to_numpy(method(to_cuda(x, dtype), params))
+            expected = case.expected(reference.as_float32(x), "fp8" if compute == "fp8" else "exact")
+            assert_close(y, expected, dtype)
+
+
 def test_a_graph_replays_the_call(rng: Any) -> None:
     case = random_case(rng, "W8A8_SQ_PER_CHANNEL", 256, [64], input_scale=False)
     method = case.method(device="cuda:0")

@@ -10,8 +10,7 @@ import pytest
 import moqext
 
 from ..linear_cases import LIMITS
-from ..svd_files import LAYER as SVD_LAYER
-from ..svd_files import write_svd
+from ..svd_files import LAYER, QKV, write_svd
 
 torch = pytest.importorskip("torch", minversion="2.10")
 
@@ -247,8 +246,8 @@ def test_any_shape_of_x(rng, shape):
 def test_arguments_that_cannot_be():
     with pytest.raises(ValueError, match="optional: FP8 has no zero_point"):
         QuantLinear(128, 40, "FP8", optional=["zero_point"])
-    with pytest.raises(moqext.UnsupportedQuantization, match="NVFP4_SVD"):
-        QuantLinear(128, 48, "NVFP4_SVD")
+    with pytest.raises(moqext.UnsupportedQuantization, match="MIXED_PRECISION"):
+        QuantLinear(128, 48, "MIXED_PRECISION")
 
 
 CASES = [
@@ -282,9 +281,32 @@ def test_layers_that_cannot_be_one(data, tmp_path, rng):
         names = [f"model.layers.0.self_attn.{name}_proj" for name in "qk"]
         with pytest.raises(moqext.UnsupportedQuantization, match=r"q_proj is FP8, .*k_proj NVFP4"):
             QuantLinear.from_checkpoint(ckpt, names)
-    ckpt = moqext.Checkpoint(write_svd(tmp_path / "svd", rng))
-    with pytest.raises(moqext.UnsupportedQuantization, match=r"layers.0.mlp.up_proj: .*NVFP4_SVD"):
-        QuantLinear.from_checkpoint(ckpt, SVD_LAYER)
+    ckpt = moqext.Checkpoint(write_svd(tmp_path / "svd", rng, layers=QKV, ranks=(4, 8, 4)))
+    with pytest.raises(moqext.UnsupportedQuantization, match=r"q_proj has a pair of rank 4, .*k_proj of 8"):
+        QuantLinear.from_checkpoint(ckpt, QKV)
+
+
+@pytest.mark.parametrize("names", [LAYER, QKV])
+def test_low_rank_pairs(tmp_path, rng, names):
+    """A layer of a checkpoint, saved, loaded into another one, moved to another dtype, and compiled."""
+    ckpt = moqext.Checkpoint(write_svd(tmp_path / "svd", rng, layers=QKV if names is QKV else [LAYER]))
+    layer, expected = QuantLinear.from_checkpoint(ckpt, names), ckpt.load(names)
+    x = torch.from_numpy(rng.standard_normal((3, 128), dtype=np.float32)).bfloat16()
+    y = layer(x)
+    assert y.equal(expected(x))
+    state = layer.state_dict()
+    partitions = layer.out_partitions
+    assert state["lora_a"].shape == (4 * len(partitions), 128)
+    other = QuantLinear(128, partitions, "NVFP4_SVD", rank=4)
+    other.load_state_dict(state)
+    assert other(x).equal(y)
+    other.load_state_dict({role: state[role] for role in ("lora_a", "lora_b")}, strict=False)
+    assert other(x).equal(y)
+    assert copy.deepcopy(other)(x).equal(y)
+    assert torch.compile(other, fullgraph=True, backend="eager")(x).equal(y)
+    assert other.float()(x.float()).bfloat16().sub(y).abs().max() <= 0.02 * y.abs().max()
+    with pytest.raises(RuntimeError, match="lora_a: expected shape"):
+        QuantLinear(128, partitions, "NVFP4_SVD", rank=8).load_state_dict(state)
 
 
 def test_what_is_no_linear_is_refused_by_name(data):

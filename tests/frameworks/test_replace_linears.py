@@ -8,7 +8,7 @@ import pytest
 
 import moqext
 
-from ..svd_files import write_svd
+from ..svd_files import LAYER, write_svd
 
 torch = pytest.importorskip("torch", minversion="2.10")
 
@@ -249,17 +249,24 @@ def test_damaged_checkpoints_are_refused_before_anything_changes(exports, tmp_pa
     unchanged(model, before)
 
 
-def test_algorithms_that_do_not_run_and_modules_of_experts_that_are_none_are_refused_by_name(
-    exports, tmp_path, rng
-):
-    for directory, words in (
-        (write_svd(tmp_path / "svd", rng), "NVFP4_SVD"),
-        (exports / "llama4_nvfp4", "2 experts .*NVFP4.*, and Linear in the model"),
+def test_what_does_not_run_and_modules_of_experts_that_are_none_are_refused_by_name(exports):
+    for name, compute, words in (
+        ("w4a16_nvfp4", "fp4", "W4A16_NVFP4"),
+        ("llama4_nvfp4", "exact", "2 experts .*NVFP4.*, and Linear in the model"),
     ):
-        with moqext.Checkpoint(directory) as ckpt:
+        with moqext.Checkpoint(exports / name) as ckpt:
             model = skeleton(ckpt)
             with pytest.raises(moqext.UnsupportedQuantization, match=words):
-                replace_linears(model, ckpt)
+                replace_linears(model, ckpt, compute=compute)
+
+
+def test_low_rank_pairs_come_with_their_linears(tmp_path, rng):
+    with moqext.Checkpoint(write_svd(tmp_path / "svd", rng)) as ckpt:
+        model = replace_linears(skeleton(ckpt), ckpt, load=True)
+        layer = model.get_submodule(LAYER)
+        assert type(layer) is QuantLinear
+        x = torch.from_numpy(rng.standard_normal((3, 128), dtype=np.float32)).bfloat16()
+        assert layer(x).equal(ckpt.load(LAYER)(x))
 
 
 def test_experts_that_the_model_lacks(exports):

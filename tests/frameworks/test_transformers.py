@@ -220,10 +220,6 @@ def export(directory, model, algo, exclude=("lm_head",), **changes):
             tensors[f"{module}.{part}"] = value
         if algo in ("FP8", "NVFP4"):
             tensors[f"{module}.input_scale"] = torch.tensor(0.01)
-        if algo == "NVFP4_SVD":
-            for lora, shape in (("lora_a", (4, tensor.shape[1])), ("lora_b", (tensor.shape[0], 4))):
-                values = torch.zeros(shape, dtype=torch.bfloat16)
-                tensors[f"{module}.weight_quantizer._svdquant_{lora}"] = values
     if model.config.tie_word_embeddings and "lm_head" in exclude:
         del tensors["lm_head.weight"]
     directory.mkdir(exist_ok=True)
@@ -399,21 +395,9 @@ def test_codes_of_the_type_f4_are_refused_by_name(data, tmp_path):
         AutoModelForCausalLM.from_pretrained(directory)
 
 
-def test_algorithms_that_do_not_run_are_refused_by_name(data, tmp_path):
-    def change(config, tensors):
-        config["quantization_config"]["quant_algo"] = "NVFP4_SVD"
-        for name in [name for name in tensors if name.endswith("_proj.weight")]:
-            rows, columns = tensors[name].shape[0], 2 * tensors[name].shape[1]
-            for role, shape in (("lora_a", (4, columns)), ("lora_b", (rows, 4))):
-                lora = f"{name.removesuffix('.weight')}.weight_quantizer._svdquant_{role}"
-                tensors[lora] = torch.zeros(shape, dtype=torch.bfloat16)
-
-    directory = copied(data / "exports" / "nvfp4_bias_kvnvfp4", tmp_path / "svd", change)
-    (directory / "hf_quant_config.json").unlink()
-    with pytest.raises(
-        moqext.UnsupportedQuantization, match=r"model.layers.0.*NVFP4_SVD has no linear method"
-    ):
-        AutoModelForCausalLM.from_pretrained(directory)
+def test_what_does_not_run_is_refused_by_name(data):
+    with pytest.raises(moqext.UnsupportedQuantization, match=r'model.layers.0.*compute "fp4" needs NVFP4'):
+        moqext_transformers.from_pretrained(data / "exports" / "w4a16_nvfp4", compute="fp4")
 
 
 def test_what_cannot_be_is_refused(data):

@@ -23,9 +23,11 @@ def converted(directory, out, build=transformers.AutoModelForCausalLM):
     return build.from_pretrained(out, dtype=torch.float32)
 
 
-def assert_dequantized(rng, directory, out):
+def assert_dequantized(rng, directory, out, compute="fp4"):
     """No layer quantized, and bit for bit the logits of the converted checkpoint."""
-    model = moqext_transformers.from_pretrained(directory, dequantize_unsupported=True, dtype=torch.float32)
+    model = moqext_transformers.from_pretrained(
+        directory, dequantize_unsupported=True, dtype=torch.float32, compute=compute
+    )
     assert not [module for module in model.modules() if isinstance(module, QuantLinear)]
     ids = random_ids(rng, model, 2, 7)
     with torch.no_grad():
@@ -37,9 +39,9 @@ def test_linears(rng, data, tmp_path):
     plain_copy(rng, tmp_path / "plain", small("qwen2"))
 
     def quantize(config, tensors):
-        as_svd(config, tensors, ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"])
+        as_weights(config, tensors, ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"])
 
-    directory = copied(tmp_path / "plain", tmp_path / "svd", quantize)
+    directory = copied(tmp_path / "plain", tmp_path / "weights", quantize)
     model = assert_dequantized(rng, directory, tmp_path / "out")
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(tmp_path / "saved")
@@ -56,37 +58,27 @@ def test_experts_in_stacks_of_alternating_rows(rng, data, tmp_path):
         assert error(model(ids).logits, expected) <= 1e-5 * (4 * model.config.num_hidden_layers + 1)
 
 
-def test_the_low_rank_pair_is_part_of_the_weight(rng, data, tmp_path):
-    def decompose(config, tensors):
-        config["quantization_config"]["quant_algo"] = "NVFP4_SVD"
-        for name in [name for name in tensors if name.endswith("_proj.weight")]:
-            rows, columns = tensors[name].shape[0], 2 * tensors[name].shape[1]
-            module = name.removesuffix(".weight")
-            for role, shape in (("lora_a", (4, columns)), ("lora_b", (rows, 4))):
-                values = rng.standard_normal(shape, dtype=np.float32)
-                tensors[f"{module}.weight_quantizer._svdquant_{role}"] = torch.from_numpy(values).bfloat16()
+def as_weights(config, tensors, modules, algo="W4A16_NVFP4"):
+    """Puts codes and scales in the place of linears' and experts' plain weights.
 
-    source = data / "exports" / "nvfp4_bias_kvnvfp4"
-    directory = copied(source, tmp_path / "svd", decompose)
-    (directory / "hf_quant_config.json").unlink()
-    with moqext.Checkpoint(directory) as checkpoint:
-        assert {layer.quant_algo for layer in checkpoint.layers()} == {"NVFP4_SVD"}
-    assert_dequantized(rng, directory, tmp_path / "out")
-
-
-def as_svd(config, tensors, modules):
-    """Puts NVFP4_SVD codes and scales in the place of linears' and experts' plain weights."""
+    W4A16_NVFP4 and W8A16 do not run with compute "fp4".
+    """
     for module in modules:
         weight = tensors.pop(f"{module}.weight").float()
-        found = reference.quantize_weight(weight.numpy(), "NVFP4_SVD")
-        for role, shape in (("lora_a", (4, weight.shape[1])), ("lora_b", (weight.shape[0], 4))):
-            lora = torch.zeros(shape, dtype=torch.bfloat16)
-            tensors[f"{module}.weight_quantizer._svdquant_{role}"] = lora
-        for role, value in found.items():
-            scale = role == "weight_scale"
+        for role, value in reference.quantize_weight(weight.numpy(), algo).items():
+            scale = role == "weight_scale" and "NVFP4" in algo
             tensor = torch.from_numpy(np.atleast_1d(value) if value.ndim else np.array(value))
             tensors[f"{module}.{role}"] = tensor.view(torch.float8_e4m3fn) if scale else tensor
-    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4_SVD", "ignore": []}
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": algo, "ignore": []}
+
+
+def add_pairs(rng, tensors, modules):
+    """Adds low-rank pairs to NVFP4 weights."""
+    for module in modules:
+        rows, columns = tensors[f"{module}.weight"].shape[0], 2 * tensors[f"{module}.weight"].shape[1]
+        for role, shape in (("lora_a", (4, columns)), ("lora_b", (rows, 4))):
+            values = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32) * 0.1).bfloat16()
+            tensors[f"{module}.weight_quantizer._svdquant_{role}"] = values
 
 
 def plain_copy(rng, directory, config):
@@ -103,13 +95,39 @@ def test_experts_one_by_one(rng, tmp_path):
     plain_copy(rng, tmp_path / "plain", config)
 
     def quantize(config, tensors):
+        """Experts with low-rank pairs, which are part of the weight, do not run."""
         names = [name.removesuffix(".weight") for name in tensors if ".experts." in name]
-        as_svd(config, tensors, names)
+        as_weights(config, tensors, names, "NVFP4_SVD")
+        add_pairs(rng, tensors, names)
 
     directory = copied(tmp_path / "plain", tmp_path / "svd", quantize)
     with pytest.raises(moqext.UnsupportedQuantization, match="dequantize_unsupported=True"):
         moqext_transformers.from_pretrained(directory)
-    assert_dequantized(rng, directory, tmp_path / "out")
+    assert_dequantized(rng, directory, tmp_path / "out", "exact")
+
+
+def test_linears_with_low_rank_pairs_run_and_are_saved(rng, tmp_path):
+    plain_copy(rng, tmp_path / "plain", small("qwen2"))
+
+    def quantize(config, tensors):
+        names = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+        as_weights(config, tensors, names, "NVFP4_SVD")
+        add_pairs(rng, tensors, names)
+
+    directory = copied(tmp_path / "plain", tmp_path / "svd", quantize)
+    model = moqext_transformers.from_pretrained(directory, dtype=torch.float32)
+    assert len([module for module in model.modules() if isinstance(module, QuantLinear)]) >= 8
+    ids = random_ids(rng, model, 2, 7)
+    with torch.no_grad():
+        logits = model(ids).logits
+        expected = converted(directory, tmp_path / "out")(ids).logits
+        assert error(logits, expected) <= 1e-5 * (4 * model.config.num_hidden_layers + 1)
+        model.save_pretrained(tmp_path / "saved")
+        again = moqext_transformers.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+        assert again(ids).logits.equal(logits)
+    with moqext.Checkpoint(tmp_path / "saved") as checkpoint:
+        assert {layer.quant_algo for layer in checkpoint.layers()} == {"NVFP4_SVD"}
+        assert {layer.rank for layer in checkpoint.layers()} == {4}
 
 
 def test_a_head_of_its_own(rng, tmp_path):
@@ -118,10 +136,12 @@ def test_a_head_of_its_own(rng, tmp_path):
 
     def quantize(config, tensors):
         tensors["lm_head.weight"] = torch.from_numpy(rng.standard_normal((96, 64), dtype=np.float32))
-        as_svd(config, tensors, ["lm_head", "model.layers.0.mlp.up_proj"])
+        as_weights(config, tensors, ["lm_head", "model.layers.0.mlp.up_proj"])
 
-    directory = copied(tmp_path / "plain", tmp_path / "svd", quantize)
-    model = moqext_transformers.from_pretrained(directory, dequantize_unsupported=True, dtype=torch.float32)
+    directory = copied(tmp_path / "plain", tmp_path / "weights", quantize)
+    model = moqext_transformers.from_pretrained(
+        directory, dequantize_unsupported=True, dtype=torch.float32, compute="fp4"
+    )
     with moqext.Checkpoint(directory) as checkpoint:
         for name in ("lm_head", "model.layers.0.mlp.up_proj"):
             weight = torch.from_numpy(checkpoint.dequantize(name))
@@ -141,39 +161,41 @@ def test_layers_that_run_stay_quantized(rng, data, tmp_path):
             tensors.pop(f"{name}.{role}", None)
         tensors[f"{name}.weight"] = weight
         quantization = config["quantization_config"]
-        as_svd(config, tensors, [name])
+        as_weights(config, tensors, [name], "W8A16")
         config["quantization_config"] = quantization
 
-    source = data / "exports" / "nvfp4_bias_kvnvfp4"
+    source, place = data / "exports" / "nvfp4_bias_kvnvfp4", "model.layers.0.mlp.down_proj"
     with moqext.Checkpoint(source) as checkpoint:
-        dequantized = {"model.layers.0.mlp.down_proj": checkpoint.dequantize("model.layers.0.mlp.down_proj")}
+        dequantized = {place: checkpoint.dequantize(place)}
     directory = copied(source, tmp_path / "mixed", change)
-    with pytest.raises(
-        moqext.UnsupportedQuantization, match=r"down_proj: NVFP4_SVD has no .*convert DIR OUT --to"
-    ):
-        transformers.AutoModelForCausalLM.from_pretrained(directory)
-    options = moqext_transformers.ModelOptConfig(dequantize_unsupported=True)
+    refused = r'down_proj: compute "fp4" is for NVFP4 .*convert DIR OUT --to'
+    with pytest.raises(moqext.UnsupportedQuantization, match=refused):
+        moqext_transformers.from_pretrained(directory, compute="fp4")
+    options = moqext_transformers.ModelOptConfig(dequantize_unsupported=True, compute="fp4")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, quantization_config=options
     )
     mlp = model.model.layers[0].mlp
     assert type(mlp.down_proj) is torch.nn.Linear
-    assert type(mlp.down_proj) is torch.nn.Linear
+    with moqext.Checkpoint(directory) as checkpoint:
+        assert mlp.down_proj.weight.equal(torch.from_numpy(checkpoint.dequantize(place)))
+    plain = moqext_transformers.from_pretrained(source, dtype=torch.float32, compute="fp4")
+    plain.model.layers[0].mlp.down_proj = mlp.down_proj
     ids = random_ids(rng, model, 2, 5)
     with torch.no_grad():
-        expected = converted(directory, tmp_path / "out")(ids).logits
-        assert error(model(ids).logits, expected) <= 1e-5 * (4 * model.config.num_hidden_layers + 1)
+        assert error(model(ids).logits, plain(ids).logits) <= 1e-6
 
 
 def test_values_that_the_dtype_does_not_hold_are_refused(rng, tmp_path):
     def enlarge(config, tensors):
-        as_svd(config, tensors, ["model.layers.0.mlp.up_proj"])
+        as_weights(config, tensors, ["model.layers.0.mlp.up_proj"])
         tensors["model.layers.0.mlp.up_proj.weight_scale_2"].fill_(
             30.0
         )  # the largest weight is 2688 times that
 
     plain_copy(rng, tmp_path / "plain", small("qwen2"))
     directory = copied(tmp_path / "plain", tmp_path / "large", enlarge)
-    moqext_transformers.from_pretrained(directory, dequantize_unsupported=True)
+    options = {"dequantize_unsupported": True, "compute": "fp4"}
+    moqext_transformers.from_pretrained(directory, **options)
     with pytest.raises(moqext.CheckpointError, match=r"mlp\.up_proj: .*does not fit into torch\.float16"):
-        moqext_transformers.from_pretrained(directory, dequantize_unsupported=True, dtype=torch.float16)
+        moqext_transformers.from_pretrained(directory, dtype=torch.float16, **options)

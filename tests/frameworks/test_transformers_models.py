@@ -214,9 +214,9 @@ def test_conv1d_of_gpt2_becomes_a_linear(rng, tmp_path):
 
 
 @torch.no_grad()
-def test_conv1d_is_dequantized_where_its_algorithm_does_not_run(rng, tmp_path):
-    export_conv1d(rng, tmp_path, "NVFP4_SVD")
-    loaded = moqext_transformers.from_pretrained(tmp_path, dequantize_unsupported=True)
+def test_conv1d_is_dequantized_where_it_does_not_run(rng, tmp_path):
+    export_conv1d(rng, tmp_path, "W4A16_NVFP4")
+    loaded = moqext_transformers.from_pretrained(tmp_path, dequantize_unsupported=True, compute="fp4")
     module = loaded.transformer.h[1].mlp.c_fc
     assert isinstance(module, Conv1D)
     with moqext.Checkpoint(tmp_path) as checkpoint:

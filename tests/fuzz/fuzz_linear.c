@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
     moq_linear_spec spec;
     int64_t partition[MOQ_MAX_PARTITIONS + 1]; /* what the spec points to */
-    source_set weight, weight_scale, weight_scale_2, input_scale, pre_quant_scale;
+    source_set weight, weight_scale, weight_scale_2, input_scale, pre_quant_scale, lora_a, lora_b;
     bool spoiled; /* a tensor is not what the layer asks for */
 } layer;
 
@@ -55,7 +55,7 @@ static moq_status resolve(fuzz_input *in, layer *l, moq_err *err) {
                                         "MXFP8",
                                         "W8A8_SQ_PER_CHANNEL",
                                         "W4A16_AWQ",
-                                        "none"};
+                                        "NVFP4_SVD"};
     static const char *const COMPUTES[] = {"exact", "exact", "exact", "fp8",
                                            "fp4",   "fp8",   "fp4",   ""};
     static const char *const DTYPES[] = {"float32", "bfloat16", "float16", "float32",
@@ -68,12 +68,14 @@ static moq_status resolve(fuzz_input *in, layer *l, moq_err *err) {
     const int32_t count = shape < 4 ? (int32_t)(65 * (shape & 1)) : shape % PART_MAX + 1;
     for (int32_t i = 0; i < count; i++)
         l->partition[i] = count > PART_MAX ? 1 : draw_size(in, 140);
+    const bool low_rank = strcmp(algo, "NVFP4_SVD") == 0;
     const moq_weight_names names = {.algo = algo,
                                     .compute = compute,
                                     .in_features = k,
                                     .partitions = l->partition,
                                     .partition_count = count,
-                                    .group_size = group};
+                                    .group_size = group,
+                                    .rank = low_rank ? fuzz_range(in, -1, 9) : 0};
     return moq_linear_resolve(&names, dtype, &l->spec, err);
 }
 
@@ -100,6 +102,7 @@ static void make_source(fuzz_input *in, layer *l, const moq_param_spec *want, so
     const bool rows =
         want->shape[0] == spec->out_features && (want->ndim == 2 || spec->per_row_scale);
     const bool of_x = want->id == MOQ_PARAM_PRE_QUANT_SCALE; /* of all partitions */
+    const bool of_ranks = want->id == MOQ_PARAM_LORA_A;
     const bool split = fuzz_flag(in) && spec->partition_count > 1 && !of_x;
     const bool wild = fuzz_range(in, 0, 31) == 0;
     int32_t count = split ? spec->partition_count : 1;
@@ -113,7 +116,9 @@ static void make_source(fuzz_input *in, layer *l, const moq_param_spec *want, so
             damage == 2 ? (moq_dtype)fuzz_range(in, 1, MOQ_DT_COUNT - 1) : want->dtype;
         int64_t shape[2] = {want->shape[0], want->shape[1]};
         const int64_t own = p < spec->partition_count ? spec->partition[p] : 1;
-        if (split && want->shape[0] * 2 == spec->out_features)
+        if (split && of_ranks)
+            shape[0] = spec->rank;
+        else if (split && want->shape[0] * 2 == spec->out_features)
             shape[0] = own / 2;
         else if (split)
             shape[0] = rows ? own : want->ndim == 2 ? (own + MOQ_FP8_BLOCK - 1) / MOQ_FP8_BLOCK : 1;
@@ -148,13 +153,16 @@ static void make_sources(fuzz_input *in, layer *l, moq_weight_sources *sources) 
                         : want[i].id == MOQ_PARAM_WEIGHT_SCALE   ? &l->weight_scale
                         : want[i].id == MOQ_PARAM_WEIGHT_SCALE_2 ? &l->weight_scale_2
                         : want[i].id == MOQ_PARAM_INPUT_SCALE    ? &l->input_scale
+                        : want[i].id == MOQ_PARAM_LORA_A         ? &l->lora_a
+                        : want[i].id == MOQ_PARAM_LORA_B         ? &l->lora_b
                                                                  : &l->pre_quant_scale;
         if (want[i].required || fuzz_flag(in))
             make_source(in, l, &want[i], s);
     }
-    *sources =
-        (moq_weight_sources){l->weight.source, l->weight_scale.source, l->weight_scale_2.source,
-                             l->input_scale.source, l->pre_quant_scale.source};
+    *sources = (moq_weight_sources){l->weight.source,          l->weight_scale.source,
+                                    l->weight_scale_2.source,  l->input_scale.source,
+                                    l->pre_quant_scale.source, l->lora_a.source,
+                                    l->lora_b.source};
 }
 
 static int32_t partition_of(const moq_linear_spec *spec, int64_t n, int64_t *row) {
@@ -186,6 +194,20 @@ static double code_at(const moq_linear_spec *spec, const moq_tensor *weight, int
     if (spec->checkpoint == MOQ_WEIGHT_INT8_ROW)
         return ((const int8_t *)weight->data)[fuzz_offset(weight, n * spec->in_features + k)];
     return fuzz_element(weight, n * spec->in_features + k);
+}
+
+/* Value (n, k) of the product of row n's low-rank pair. */
+static double low_rank_at(const layer *l, int64_t n, int64_t k) {
+    int64_t row;
+    const moq_linear_spec *spec = &l->spec;
+    const int32_t p = partition_of(spec, n, &row);
+    const bool fused_a = l->lora_a.source.count == 1, fused_b = l->lora_b.source.count == 1;
+    const moq_tensor *a = &l->lora_a.view[fused_a ? 0 : p], *b = &l->lora_b.view[fused_b ? 0 : p];
+    double sum = 0;
+    for (int64_t i = 0; i < spec->rank; i++)
+        sum += fuzz_element(b, (fused_b ? n : row) * spec->rank + i) *
+               fuzz_element(a, ((fused_a ? p * spec->rank : 0) + i) * spec->in_features + k);
+    return sum;
 }
 
 /* Weight (n, k) as codes and scales of the checkpoint say. */
@@ -259,7 +281,7 @@ static expectation *expect(const layer *l, const moq_tensor *x, int64_t m, const
     for (int64_t n = 0; n < count; n++) {
         double largest = 0;
         for (int64_t i = 0; i < k; i++) {
-            row[i] = weight_at(l, n, i);
+            row[i] = weight_at(l, n, i) + (spec->rank ? low_rank_at(l, n, i) : 0);
             largest = fmax(largest, fabs(row[i]));
         }
         for (int64_t r = 0; r < m; r++) {
@@ -451,6 +473,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     free_source(&l->weight_scale_2);
     free_source(&l->input_scale);
     free_source(&l->pre_quant_scale);
+    free_source(&l->lora_a);
+    free_source(&l->lora_b);
     free(l);
     return 0;
 }

@@ -220,7 +220,9 @@ typedef struct {
     int64_t stride; /* elements from row to row */
     moq_dtype dtype;
     moq_dtype bias_dtype;
-    const void *bias; /* [N], or NULL */
+    const void *bias;      /* [N], or NULL */
+    const float *addend;   /* [m, N] without gaps, or NULL */
+    int64_t addend_stride; /* N */
 } moq_output;
 
 /* Packs two outputs of 16 bits, rounded to nearest even; the first is in the lower half. */
@@ -251,10 +253,17 @@ static __device__ __forceinline__ float moq_load_bias(const moq_output *out, int
     return out->bias ? moq_load_one(out->bias, n, out->bias_dtype) : 0.0f;
 }
 
-/* Stores y[m, n] = round(value + bias). */
+/* Returns what is added to y[m, n] besides the bias, where there is something. */
+static __device__ __forceinline__ float moq_load_addend(const moq_output *out, int64_t m, int n) {
+    return out->addend[m * out->addend_stride + n];
+}
+
+/* Stores y[m, n] = round(value + addend + bias). */
 static __device__ __forceinline__ void moq_store_output(const moq_output *out, int64_t m, int n,
                                                         float value, float bias) {
     int64_t at = m * out->stride + n;
+    if (out->addend)
+        value = __fadd_rn(value, moq_load_addend(out, m, n));
     if (out->bias)
         value = __fadd_rn(value, bias);
     if (out->dtype == MOQ_DT_F32)
@@ -274,7 +283,13 @@ static inline moq_rows moq_rows_of(const moq_tensor *x) {
 
 static inline moq_output moq_output_of(const moq_linear_call *call) {
     const moq_tensor *y = call->y;
-    moq_output out = {y->data, y->stride[0], y->dtype, call->bias_dtype, call->bias};
+    moq_output out = {y->data,
+                      y->stride[0],
+                      y->dtype,
+                      call->bias_dtype,
+                      call->bias,
+                      call->addend,
+                      call->spec->out_features};
     return out;
 }
 

@@ -42,7 +42,7 @@ static __device__ __forceinline__ void store_row(const moq_sums *a, int64_t row,
         make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/* Writes y = round(sums * x_scale * w_scale + bias). */
+/* Writes y = round(sums * x_scale * w_scale + addend + bias). */
 static __global__ void finish_sums(const __grid_constant__ moq_sums a, bool aligned) {
     int column = (int)(blockIdx.x * THREADS + threadIdx.x) * COLUMNS;
     wait_for_predecessor();
@@ -57,6 +57,8 @@ static __global__ void finish_sums(const __grid_constant__ moq_sums a, bool alig
             if (a.x_scale)
                 factor = __fmul_rn(a.x_scale[row * a.x_stride], factor);
             value[i] = __fmul_rn(value[i], factor);
+            if (a.out.addend)
+                value[i] = __fadd_rn(value[i], moq_load_addend(&a.out, row, column + i));
             if (a.out.bias)
                 value[i] = __fadd_rn(value[i], moq_load_bias(&a.out, column + i));
         }

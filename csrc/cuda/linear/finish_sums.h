@@ -19,7 +19,7 @@ typedef struct {
     moq_output out; /* of 16 bits */
 } moq_sums;
 
-/* Writes y = round(sums * x_scale * w_scale + bias). */
+/* Writes y = round(sums * x_scale * w_scale + addend + bias). */
 moq_status moq_finish_sums(const moq_sums *sums, const char *what, void *stream, moq_err *err);
 
 } // namespace moq

@@ -124,7 +124,7 @@ MOQ_ENTRY int64_t moq_cublaslt_workspace(const moq_linear_call *call);
 MOQ_ENTRY uint64_t moq_cublaslt_variants(const moq_linear_call *call);
 
 const moq_linear_kernel MOQ_LINEAR_CUBLASLT = {
-    {"cuda", "cublaslt", .configs = &CONFIGS, .takes_codes = true, .folds = true},
+    {"cuda", "cublaslt", .configs = &CONFIGS, .adds = true, .takes_codes = true, .folds = true},
     can_run,
     .workspace = moq_cublaslt_workspace,
     .run = moq_cublaslt_linear,
@@ -132,7 +132,7 @@ const moq_linear_kernel MOQ_LINEAR_CUBLASLT = {
 };
 
 const moq_linear_kernel MOQ_LINEAR_CUBLASLT_FP4 = {
-    {"cuda", "cublaslt_fp4", "not yet run on hardware", &CONFIGS},
+    {"cuda", "cublaslt_fp4", "not yet run on hardware", &CONFIGS, .adds = true},
     can_run_fp4,
     .workspace = moq_cublaslt_workspace,
     .run = moq_cublaslt_linear,

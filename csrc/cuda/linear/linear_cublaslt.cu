@@ -17,8 +17,8 @@
  *   each partition.
  *
  * The library adds a bias of y's own 16-bit dtype and writes to addresses and rows that are
- * multiples of 16. Other outputs, and a number of tokens that was rounded up, pass through the
- * workspace and one more kernel, which costs the time to move y twice.
+ * multiples of 16. Other outputs, those with a low-rank part, and a number of tokens that was
+ * rounded up, pass through the workspace and one more kernel, which costs the time to move y twice.
  *
  * What bounds it: the tensor cores from some hundred tokens on, reading W before that. Chips that
  * it ran on: docs/results/README.md. */
@@ -96,10 +96,10 @@ static void results_layout(const moq_linear_call *call, const moq_output *y, lay
     bool rows_fit = moq_cublaslt_takes(y->data) &&
                     (call->m == 1 || (y->stride >= n && y->stride * size % 16 == 0));
     l->scales_after = scales_after(call);
-    l->fused_bias =
-        y->bias && !l->scales_after && y->bias_dtype == y->dtype && moq_cublaslt_takes(y->bias);
-    l->direct = rows_fit && l->rows == call->m && !l->scales_after && (!y->bias || l->fused_bias);
-    bool exact = l->scales_after || (y->bias && !l->fused_bias); /* rounded by the last kernel */
+    bool after = l->scales_after || call->spec->rank > 0; /* the last kernel has more to do */
+    l->fused_bias = y->bias && !after && y->bias_dtype == y->dtype && moq_cublaslt_takes(y->bias);
+    l->direct = rows_fit && l->rows == call->m && !after && (!y->bias || l->fused_bias);
+    bool exact = after || (y->bias && !l->fused_bias); /* rounded by the last kernel */
     l->sums_dtype = exact ? MOQ_DT_F32 : y->dtype;
 }
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moqext._C import NAME_LIMIT
+from moqext.algorithms import ALGORITHMS
 from moqext.reader.config.quant_config import Conflict, QuantConfig
 from moqext.reader.findings.decision import ask, check_leaked_scales, check_repeats
 from moqext.reader.findings.expert_counts import ExpertCounts
@@ -145,7 +146,17 @@ def _linear(
         size=form.size,
         weights=form.weights,
         partitions=form.partitions,
+        rank=_rank(decision.quant_algo, roles, inventory),
     )
+
+
+def _rank(algo: str, roles: Mapping[str, str], inventory: Inventory) -> int | None:
+    """The rank of the low-rank pair of a layer, if its algorithm has one."""
+    facts = ALGORITHMS.get(algo)
+    if facts is None or not facts.low_rank or "lora_a" not in roles:
+        return None
+    shape = inventory.tensors[roles["lora_a"]].shape
+    return shape[0] if len(shape) == 2 else None
 
 
 def _is_convolution(module: str, tensor: str, weight: Tensor) -> bool:

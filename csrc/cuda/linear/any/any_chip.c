@@ -45,7 +45,7 @@ static bool can_run_simt(const moq_linear_spec *spec, int64_t m, char *reason, s
 }
 
 const moq_linear_kernel MOQ_LINEAR_SIMT = {
-    {"cuda", "simt", .configs = &SIMT},
+    {"cuda", "simt", .configs = &SIMT, .adds = true},
     can_run_simt,
     .workspace = moq_cuda_simt_workspace,
     .run = moq_cuda_simt_linear,
@@ -142,7 +142,7 @@ static bool can_run_nvfp4(const moq_linear_spec *spec, int64_t m, char *reason, 
 }
 
 const moq_linear_kernel MOQ_LINEAR_SM80_NVFP4 = {
-    {"cuda", "sm80_nvfp4", .configs = &SM80_NVFP4},
+    {"cuda", "sm80_nvfp4", .configs = &SM80_NVFP4, .adds = true},
     can_run_nvfp4,
     .workspace = moq_cuda_mma_nvfp4_workspace,
     .run = moq_cuda_mma_nvfp4,

@@ -446,8 +446,9 @@ static const void *kernel_for(const moq_linear_spec *spec, bool few) {
                : moq_linear_folds(spec) ? KERNEL<MOQ_INPUT_E4M3_TENSOR, FOLDED>::of(few)
                                         : KERNEL<MOQ_INPUT_E4M3_TENSOR, PACKED>::of(few);
     case MOQ_INPUT_E4M3_TOKEN:
-        return packed ? KERNEL<MOQ_INPUT_E4M3_TOKEN, FOLDED>::of(few)
-                      : KERNEL<MOQ_INPUT_E4M3_TOKEN, E4M3_ROW>::of(few);
+        return !packed                  ? KERNEL<MOQ_INPUT_E4M3_TOKEN, E4M3_ROW>::of(few)
+               : moq_linear_folds(spec) ? KERNEL<MOQ_INPUT_E4M3_TOKEN, FOLDED>::of(few)
+                                        : KERNEL<MOQ_INPUT_E4M3_TOKEN, PACKED>::of(few);
     case MOQ_INPUT_E4M3_GROUP:
         return KERNEL<MOQ_INPUT_E4M3_GROUP, E4M3_BLOCK>::of(few);
     default:

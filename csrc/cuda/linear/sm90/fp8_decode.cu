@@ -735,7 +735,8 @@ static __device__ __forceinline__ void fetch_bias(const decode_args *a, output_t
 template <class S>
 static __device__ __forceinline__ void store_outputs(const decode_args *a, const float *scale,
                                                      const output_terms *t, float2 value) {
-    moq_output out = a->out; /* 16 bits, so that the compiler drops float32 */
+    moq_output out = a->out; /* 16 bits and no addend, so that the compiler drops others */
+    out.addend = NULL;
     out.dtype = out.dtype == MOQ_DT_F16 ? MOQ_DT_F16 : MOQ_DT_BF16;
     if (!t->meant)
         return;

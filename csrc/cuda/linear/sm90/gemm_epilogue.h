@@ -116,6 +116,9 @@ static __device__ __forceinline__ void post_columns(const tile_terms<S> *e, colu
     }
 }
 
+/* Whether outputs may get an addend: those of NVFP4 weights as they are. */
+template <class S> constexpr bool ADDS = S::row_factors && !S::token_factors;
+
 /* Returns the output of a sum: scaled, plus the bias. */
 template <class S>
 static __device__ __forceinline__ float finish(const typename S::args *a, float sum, float row,
@@ -148,22 +151,39 @@ static __device__ __forceinline__ void store_eight(const moq_output *out, int64_
  * 64 rows of a warpgroup. That takes half the stores to shared memory and a quarter of the
  * instructions that float32 sums would (docs/lab/fp8-prefill.md) ---- */
 
-/* Stages outputs of eight tokens from this thread's sums, transposed: rows 8i and on of a token lie
- * at (i ^ token % 8) * 16. `column` points to the tokens' scales. */
+/* Adds an addend to two outputs of row n of W, of token m and the next one. */
 template <class S>
-static __device__ __forceinline__ void stage_eight(const typename S::args *a, uint32_t room,
-                                                   const terms *e, const float *column,
-                                                   float4 sum) {
+static __device__ __forceinline__ void add_addends(const typename S::args *a, const tile_place *at,
+                                                   int m, int n, float &low, float &high) {
+    if (!a->out.addend || n >= at->end)
+        return;
+    if (m < at->last)
+        low = __fadd_rn(low, moq_load_addend(&a->out, m, n));
+    if (m + 1 < at->last)
+        high = __fadd_rn(high, moq_load_addend(&a->out, m + 1, n));
+}
+
+/* Stages outputs of eight tokens, from the tile's token `first` on, from this thread's sums,
+ * transposed: rows 8i and on of a token lie at (i ^ token % 8) * 16. `row` is the warpgroup's first
+ * row, and `column` points to the tokens' scales. */
+template <class S>
+static __device__ __forceinline__ void
+stage_eight(const typename S::args *a, uint32_t room, const tile_place *at, int row, int first,
+            const terms *e, const float *column, float4 sum) {
     int lane = threadIdx.x % 32, piece = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
     float2 own = {1.0f, 1.0f};
     if (S::token_factors)
         own = *(const float2 *)(column + lane % 4 * 2);
     uint32_t half[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-        half[i] = moq_narrow_pair(a->out.dtype,
-                                  finish<S>(a, i ? sum.z : sum.x, e->factor[i], own.x, e->bias[i]),
-                                  finish<S>(a, i ? sum.w : sum.y, e->factor[i], own.y, e->bias[i]));
+    for (int i = 0; i < 2; i++) {
+        float low = finish<S>(a, i ? sum.z : sum.x, e->factor[i], own.x, e->bias[i]);
+        float high = finish<S>(a, i ? sum.w : sum.y, e->factor[i], own.y, e->bias[i]);
+        if constexpr (ADDS<S>)
+            add_addends<S>(a, at, at->token + first + lane % 4 * 2,
+                           at->row + row + row_of_thread() + 8 * i, low, high);
+        half[i] = moq_narrow_pair(a->out.dtype, low, high);
+    }
     store_two_matrices_turned(room + lane % 8 * 128 + (piece ^ lane % 8) * 16, half[0], half[1]);
 }
 
@@ -196,7 +216,8 @@ write_columns(const typename S::args *a, const column_terms<S> *b, uint32_t room
 #pragma unroll
         for (int j = 0; j < AT_ONCE / 8; j++) {
             const float *four = sum + (first / 8 + j) * 4;
-            stage_eight<S>(a, room + j * EIGHT_BYTES, e, b->factor + first + 8 * j,
+            stage_eight<S>(a, room + j * EIGHT_BYTES, at, row, first + 8 * j, e,
+                           b->factor + first + 8 * j,
                            make_float4(four[0], four[1], four[2], four[3]));
         }
         barrier_sync(2 + group, 128);
@@ -329,7 +350,8 @@ reduce_splits(const typename S::args *a, uint8_t *shared, column_terms<S> *b,
             write_four<S>(a, b, at, rows * 64 + row_of_thread(), column + thread % 4 * 2,
                           &e->row[0], total);
         else
-            stage_eight<S>(a, turn + j * EIGHT_BYTES, &e->row[0], b->factor + column, total);
+            stage_eight<S>(a, turn + j * EIGHT_BYTES, at, rows * 64, column, &e->row[0],
+                           b->factor + column, total);
     }
     if constexpr (!S::tokens_first) {
         barrier_sync(2 + group, 128);

@@ -178,7 +178,7 @@ static bool can_run(const moq_linear_spec *spec, int64_t m, char *reason, size_t
 }
 
 const moq_linear_kernel MOQ_LINEAR_SM90_NVFP4_DECODE = {
-    {"cuda", "sm90_nvfp4_decode", .configs = &CONFIGS},
+    {"cuda", "sm90_nvfp4_decode", .configs = &CONFIGS, .adds = true},
     can_run,
     .run = moq_cuda_nvfp4_decode,
 };

@@ -169,7 +169,8 @@ static bool can_run_nvfp4_fp8_medium(const moq_linear_spec *spec, int64_t m, cha
     MOQ_ENTRY moq_status moq_cuda_##name(const moq_linear_call *call, moq_err *err);               \
     MOQ_ENTRY int64_t moq_cuda_##name##_workspace(const moq_linear_call *call);                    \
     const moq_linear_kernel MOQ_LINEAR_##NAME = {                                                  \
-        {"cuda", "sm90_" #name, .configs = &NAME, .folds = computes_folded},                       \
+        {"cuda", "sm90_" #name, .configs = &NAME, .adds = !(computes_folded),                      \
+         .folds = computes_folded},                                                                \
         can_run_##name,                                                                            \
         .workspace = moq_cuda_##name##_workspace,                                                  \
         .run = moq_cuda_##name,                                                                    \

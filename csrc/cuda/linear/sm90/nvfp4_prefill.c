@@ -61,7 +61,7 @@ static bool can_run(const moq_linear_spec *spec, int64_t m, char *reason, size_t
 }
 
 const moq_linear_kernel MOQ_LINEAR_SM90_NVFP4_PREFILL = {
-    {"cuda", "sm90_nvfp4_prefill", .configs = &CONFIGS},
+    {"cuda", "sm90_nvfp4_prefill", .configs = &CONFIGS, .adds = true},
     can_run,
     .workspace = moq_cuda_nvfp4_prefill_workspace,
     .run = moq_cuda_nvfp4_prefill,

@@ -226,11 +226,22 @@ static __device__ __forceinline__ float factor_of(const tile_scales<S> *b, int r
     return b->factor[row] * moq_unfold(b->fold[row]);
 }
 
-/* Scales, rounds and stages a chunk, whose tokens have their scales at `x`. */
+/* Adds an addend to two outputs of row n of W, of token m and the next one. */
+static __device__ __forceinline__ void add_addends(const gemm_args *a, int m, int n, float &low,
+                                                   float &high) {
+    const float *addend = a->out.addend + m * a->out.addend_stride + n;
+    if (n < a->n && m < a->m)
+        low = __fadd_rn(low, addend[0]);
+    if (n < a->n && m + 1 < a->m)
+        high = __fadd_rn(high, addend[a->out.addend_stride]);
+}
+
+/* Scales, rounds and stages a chunk from token `first` on, whose tokens have their scales at `x`;
+ * `row` is the thread's first row of W. */
 template <class S>
 static __device__ __forceinline__ void
-stage_outputs(const gemm_args *a, uint32_t room, const float *x, const float *sum,
-              const float (&factor)[2], const float (&bias)[2]) {
+stage_outputs(const gemm_args *a, uint32_t room, int first, int row, const float *x,
+              const float *sum, const float (&factor)[2], const float (&bias)[2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     bool add = a->out.bias != NULL;
 #pragma unroll
@@ -247,6 +258,9 @@ stage_outputs(const gemm_args *a, uint32_t room, const float *x, const float *su
                 low = __fadd_rn(low, bias[i % 2]);
                 high = __fadd_rn(high, bias[i % 2]);
             }
+            if (!S::quantized && a->out.addend)
+                add_addends(a, first + (half * 2 + i / 2) * 8 + lane % 4 * 2, row + 8 * (i % 2),
+                            low, high);
             matrix[i] = moq_narrow_pair(a->out.dtype, low, high);
         }
         int token = half * 16 + lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
@@ -294,9 +308,9 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const out
                 store_boxes_wait(); /* earlier chunks of this tile have left */
             barrier_sync(2 + group, 128);
         }
-        stage_outputs<S>(a, path->room + chunk % S::rooms * TURN_BYTES,
-                         b->x + S::quantized * chunk * CHUNK, sum + chunk * (CHUNK / 2), factor,
-                         bias);
+        stage_outputs<S>(a, path->room + chunk % S::rooms * TURN_BYTES, at->token + chunk * CHUNK,
+                         row + own, b->x + S::quantized * chunk * CHUNK, sum + chunk * (CHUNK / 2),
+                         factor, bias);
         if ((chunk + 1) % TOGETHER != 0)
             continue;
         chunks some = {chunk - chunk % TOGETHER, chunk + 1};

@@ -68,16 +68,17 @@ typedef tiling<64, 128, 1, 4, 1, 2, 3> experts_64;
 static const shape SHAPES[] = {shape_of<tiling_8>(), shape_of<tiling_16>(), shape_of<experts_32>(),
                                shape_of<experts_64>(), shape_of<tiling_128>()};
 
+/* Returns the format for codes of x with a scale of the tensor or of tokens. */
+static row_format format_folded(const moq_linear_spec *spec) {
+    return spec->input == MOQ_INPUT_E4M3_TOKEN ? ROWS_HALVES_TOKEN : ROWS_HALVES_TENSOR;
+}
+
 /* Returns the format for exact weights; a layer that leaves the choice to the library is not
  * quantized. */
 static row_format format_exact(const moq_linear_spec *spec) {
     if (spec->input == MOQ_INPUT_AS_IS || moq_linear_has_choice(spec))
         return ROWS_VALUES;
-    return spec->input == MOQ_INPUT_NVFP4 ? ROWS_HALVES_NVFP4 : ROWS_HALVES_TENSOR;
-}
-
-static row_format format_folded(const moq_linear_spec *spec) {
-    return spec->input == MOQ_INPUT_E4M3_TOKEN ? ROWS_HALVES_TOKEN : ROWS_HALVES_TENSOR;
+    return spec->input == MOQ_INPUT_NVFP4 ? ROWS_HALVES_NVFP4 : format_folded(spec);
 }
 
 static const shape *shape_for(int tokens) {
