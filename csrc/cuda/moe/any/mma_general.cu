@@ -39,12 +39,22 @@ static __global__ void __launch_bounds__(32 * WM * WK)
         moq_find_tile(&a.tile.partitions, a.tile.partition_count, p.weight, 16 * WR * WM);
     const float *scale = a.expert_scale ? s->input_scale + (int64_t)e * s->partition_count
                                         : row_of(a.x_scale, p.rows.first);
-    general_tile<KIND, TYPE, TN, WM, WK, WR>(
-        a.tile,
-        {a.x + p.rows.first * a.x_stride, a.x_stride, s->weight + e * s->weight_step,
-         s->weight_scale + e * s->scale_step, row_of(s->output_scale, e * s->n), scale,
-         a.expert_scale ? 0 : 1, output_of(s, a.out, e), rows, p.rows.first, p.rows.rows},
-        memory);
+    general_place place = {a.x + p.rows.first * a.x_stride,
+                           a.x_stride,
+                           s->weight + e * s->weight_step,
+                           s->weight_scale + e * s->scale_step,
+                           row_of(s->output_scale, e * s->n),
+                           scale,
+                           a.expert_scale ? 0 : 1,
+                           output_of(s, a.out, e),
+                           rows,
+                           p.rows.first,
+                           p.rows.rows};
+    constexpr int LEAST = TN == 64 ? TN / 2 : TN; /* a large tile is halved if half is empty */
+    if (LEAST < TN && p.rows.rows <= LEAST)
+        general_tile<KIND, TYPE, LEAST, WM, WK, WR>(a.tile, place, memory);
+    else
+        general_tile<KIND, TYPE, TN, WM, WK, WR>(a.tile, place, memory);
 }
 
 /* ---- launch ---- */
