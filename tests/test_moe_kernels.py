@@ -8,16 +8,24 @@ from moqext import _C, UnsupportedQuantization
 
 from .linear_cases import GENERAL
 from .moe_cases import COMPUTES
+from .moe_code_cases import CODED
 from .work import each
 
 CHIPS = ("8.0", "8.9", "9.0", "10.0", "12.0")
 
 
-def plan(algo: str, compute: str, dtype: str = "bfloat16", chip: str = "8.0", sizes: Any = None) -> Any:
-    """The plan of a layer on a chip that need not be here."""
+def plan(
+    algo: str,
+    compute: str,
+    dtype: str = "bfloat16",
+    chip: str = "8.0",
+    sizes: Any = None,
+    coded: bool = False,
+) -> Any:
+    """The plan of a layer on a chip that need not be here; x of a coded one is codes."""
     activation = ("silu", True, None, dtype, "cuda:0", compute)
     numbers = (None, None, None, None, False)
-    return _C.moe_plan(algo, *(sizes or (128, 2048, 768, 8)), *activation, *numbers, chip)
+    return _C.moe_plan(algo, *(sizes or (128, 2048, 768, 8)), *activation, *numbers, chip, coded)
 
 
 def product_of(algo: str, compute: str) -> str:
@@ -88,3 +96,13 @@ def test_stacks_are_packed_whatever_is_multiplied(compute, chip):
     assert params["w2_weight"] == (128, 128, 12, 576)
     assert "w13_weight_scale" not in params
     assert ("w13_fold_scale" in params) == (compute in ("fp8", "auto"))
+
+
+@each("algo, compute", CODED)
+def test_codes_have_the_kernels_of_values(algo, compute):
+    """No layer is slower for codes, which leave less to do; every config of every kernel takes them."""
+    for chip in CHIPS:
+        coded, values = (plan(algo, compute, chip=chip, coded=each) for each in (True, False))
+        for tokens in (1, 2, 4, 8, 64, 512, 4096):
+            assert coded.config(tokens) == values.config(tokens)
+            assert coded.configs(tokens) == values.configs(tokens)
