@@ -1,18 +1,23 @@
 /* The low-rank part of a linear: addend[m, n] = sum_i lora_b[n, i] * (sum_k x[m, k] * lora_a[i, k])
- * by float32 products on CUDA cores (core/low_rank.h). One kernel does both products:
+ * by products of tf32, which hold float32 in two parts (core/low_rank.h). One kernel does both
+ * products:
  *
- *   out[part, m, row] = sum over the part's k of (sum_j left[j, m, at + k]) * right[row, k]
+ *   out[part, m, row] = sum over the part's k of left[m, at + k] * right[row, k]
  *
- * First left is x, right lora_a, and K is split so that there are blocks for the whole chip. Then
- * left is what came of it, whose parts are added as they are read, and right is lora_b; rows of a
- * partition meet the columns of its own pair.
+ * First left is x, right lora_a, and K is split so that there are blocks for the whole chip; a
+ * kernel adds the parts. Then left is what came of it, and right is lora_b; rows of a partition
+ * meet the columns of its own pair.
  *
- * A block has 16 * EACH tokens and 32 rows of the right matrix. It goes through K in steps of 32
- * columns, which lie in shared memory row by row, four floats longer, so that 16-byte reads have no
- * conflicts. A thread has EACH tokens and 4 rows, 16 and 8 apart. The order of every sum is fixed.
+ * A float32 is 11 bits and the rest, whose products with another rest are left out: 2^-21 of a
+ * product. Sums of a step are added to float32 sums, as tensor cores truncate theirs. The order of
+ * every sum is fixed.
  *
- * What bounds it: with few tokens the latency of both kernels, with many the fused multiply-adds,
- * 2 r (K + N) of a token, and the memory that the addend takes, 8 N bytes of a token. */
+ * A block has TN tokens and 16 * WR rows of the right matrix, 16 to a warp. It goes through K in
+ * steps of 32 columns, which come a step ahead into registers and lie in shared memory row by row,
+ * four floats longer, so that fragments have no conflicts.
+ *
+ * What bounds it: with few tokens the latency of its kernels, with many the memory that the addend
+ * takes, 8 N bytes of a token. */
 #include "core/sizes.h"
 #include "cuda/choice/grid.h"
 #include "cuda/device/load.h"
@@ -22,21 +27,22 @@
 
 namespace moq::low_rank {
 
-#define THREADS 128
+#define THREADS 256
+#define WARPS   (THREADS / 32)
 #define STEP    32         /* columns */
 #define PITCH   (STEP + 4) /* floats of a row in shared memory */
-#define ROWS    32         /* of the right matrix, of a tile */
-#define FEW     16         /* tokens up to which a thread has one */
-#define MANY    4          /* tokens of a thread otherwise */
-#define BLOCKS  4          /* of a multiprocessor, as many parts of K make at most */
-#define MOST    32         /* parts of K, */
-#define LEAST   4          /* of so many steps at least */
+#define ROWS    128        /* of the right matrix, of a tile, */
+#define NARROW  32         /* and where it has no more, of many tokens */
+#define FEW     8          /* tokens of a tile of few */
+#define MANY    64
+#define BLOCKS  2  /* of a multiprocessor, as many parts of K make at most */
+#define MOST    64 /* parts of K, */
+#define LEAST   4  /* of so many steps at least */
 
 typedef struct {
     moq_rows left;
-    int64_t left_part;            /* elements from one part of the left matrix to the next */
-    int left_parts, left_columns; /* columns of a partition of the left matrix, 0: all share them */
-    const float *right;           /* [rows, k] */
+    int left_columns;   /* of a partition of the left matrix, 0: all share them */
+    const float *right; /* [rows, k] */
     float *out;
     int64_t out_part; /* elements of a part of the output, which has rows of out_stride */
     int64_t m, k, out_stride;
@@ -46,95 +52,171 @@ typedef struct {
     moq_partitions partitions; /* of the right matrix */
 } product_args;
 
-static __device__ __forceinline__ float load_left(const product_args &a, int64_t token, int64_t k) {
-    int64_t at = token * a.left.stride + k;
-    float value = moq_load_one(a.left.data, at, a.left.dtype);
-    for (int i = 1; i < a.left_parts; i++)
-        value = __fadd_rn(value, moq_load_one(a.left.data, at + i * a.left_part, a.left.dtype));
-    return value;
+/* Share of a thread of a step of a matrix: column `lane` of every eighth row. */
+template <int COUNT> struct share {
+    float value[(COUNT + WARPS - 1) / WARPS];
+};
+
+/* Loads a step's columns of the left matrix from token `first` on, zeros beyond the ends. */
+template <int TN>
+static __device__ __forceinline__ share<TN> load_left(const product_args &a, int partition,
+                                                      int64_t first, int64_t k, int64_t end) {
+    int64_t column = k + threadIdx.x % 32, offset = (int64_t)partition * a.left_columns;
+    share<TN> s;
+#pragma unroll
+    for (int i = 0; i < TN / WARPS; i++) {
+        int64_t token = first + threadIdx.x / 32 + i * WARPS;
+        s.value[i] = 0.0f;
+        if (token < a.m && column < end)
+            s.value[i] =
+                moq_load_one(a.left.data, token * a.left.stride + offset + column, a.left.dtype);
+    }
+    return s;
 }
 
-/* Brings a step's columns of both matrices to shared memory, zeros beyond the ends. */
-template <int EACH>
-static __device__ __forceinline__ void
-load_step(const product_args &a, const moq_tile &rows, int64_t first, int64_t k, int64_t end,
-          float (&left)[16 * EACH][PITCH], float (&right)[ROWS][PITCH]) {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int64_t column = k + lane, offset = (int64_t)rows.partition * a.left_columns;
+template <int COUNT>
+static __device__ __forceinline__ share<COUNT>
+load_right(const product_args &a, const moq_tile &rows, int64_t k, int64_t end) {
+    int64_t column = k + threadIdx.x % 32;
+    share<COUNT> s;
 #pragma unroll
-    for (int i = warp; i < 16 * EACH; i += THREADS / 32)
-        left[i][lane] =
-            first + i < a.m && column < end ? load_left(a, first + i, offset + column) : 0.0f;
-#pragma unroll
-    for (int i = warp; i < ROWS; i += THREADS / 32)
-        right[i][lane] = rows.begin + i < rows.end && column < end
-                             ? a.right[(int64_t)(rows.begin + i) * a.k + column]
-                             : 0.0f;
+    for (int i = 0; i < COUNT / WARPS; i++) {
+        int64_t row = rows.begin + threadIdx.x / 32 + i * WARPS;
+        s.value[i] = row < rows.end && column < end ? a.right[row * a.k + column] : 0.0f;
+    }
+    return s;
 }
 
-template <int EACH>
-static __device__ __forceinline__ void multiply_step(const float (&left)[16 * EACH][PITCH],
-                                                     const float (&right)[ROWS][PITCH],
-                                                     float (&sum)[EACH][4]) {
-    int token = threadIdx.x / 8, row = threadIdx.x % 8;
+template <int COUNT>
+static __device__ __forceinline__ void store_share(const share<COUNT> &s,
+                                                   float (&to)[COUNT][PITCH]) {
 #pragma unroll
-    for (int k = 0; k < STEP; k += 4) {
-        float4 r[4];
+    for (int i = 0; i < COUNT / WARPS; i++)
+        to[threadIdx.x / 32 + i * WARPS][threadIdx.x % 32] = s.value[i];
+}
+
+/* A float32 as two tf32. */
+typedef struct {
+    uint32_t high, low;
+} parts;
+
+static __device__ __forceinline__ parts part(float value) {
+    uint32_t high = __float_as_uint(value) & 0xffffe000u;
+    float rest = value == __uint_as_float(high) ? 0.0f : value - __uint_as_float(high);
+    return {high, __float_as_uint(rest)};
+}
+
+static __device__ __forceinline__ void mma_tf32(float (&c)[4], const uint32_t (&a)[4],
+                                                const uint32_t (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* Adds the products of a step to the sums of a warp: 16 rows from `row` on, by eights of tokens
+ * from `token` on. EXACT: the left matrix has 16 bits, which are a tf32. */
+template <int ROW_COUNT, int TN, int EIGHTS, bool EXACT>
+static __device__ __forceinline__ void multiply_step(const float (&left)[TN][PITCH],
+                                                     const float (&right)[ROW_COUNT][PITCH],
+                                                     int row, int token, float (&sum)[EIGHTS][4]) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    float product[EIGHTS][4] = {};
+#pragma unroll 1
+    for (int k = 0; k < STEP; k += 8) {
+        uint32_t high[4], low[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-            r[j] = *(const float4 *)&right[row + 8 * j][k];
+        for (int i = 0; i < 4; i++) {
+            parts p = part(right[row + g + i % 2 * 8][k + t + i / 2 * 4]);
+            high[i] = p.high;
+            low[i] = p.low;
+        }
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            float4 l = *(const float4 *)&left[token + 16 * i][k];
+        for (int j = 0; j < EIGHTS; j++) {
+            parts x[2];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                sum[i][j] = __fmaf_rn(l.x, r[j].x, sum[i][j]);
-                sum[i][j] = __fmaf_rn(l.y, r[j].y, sum[i][j]);
-                sum[i][j] = __fmaf_rn(l.z, r[j].z, sum[i][j]);
-                sum[i][j] = __fmaf_rn(l.w, r[j].w, sum[i][j]);
-            }
+            for (int i = 0; i < 2; i++)
+                x[i] = part(left[token + 8 * j + g][k + t + 4 * i]);
+            uint32_t x_high[2] = {x[0].high, x[1].high}, x_low[2] = {x[0].low, x[1].low};
+            mma_tf32(product[j], low, x_high);
+            if (!EXACT)
+                mma_tf32(product[j], high, x_low);
+            mma_tf32(product[j], high, x_high);
         }
     }
+#pragma unroll
+    for (int j = 0; j < EIGHTS; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            sum[j][i] += product[j][i];
 }
 
-template <int EACH>
+template <int WR, int TN, bool EXACT>
 static __global__ void __launch_bounds__(THREADS)
     low_rank_product(const __grid_constant__ product_args a) {
-    __shared__ __align__(16) float left[16 * EACH][PITCH], right[ROWS][PITCH];
+    constexpr int ROW_COUNT = 16 * WR, EIGHTS = TN / 8 / (WARPS / WR);
+    __shared__ float left[TN][PITCH], right[ROW_COUNT][PITCH];
     moq_tile rows =
-        moq_find_tile(&a.partitions, a.partition_count, blockIdx.x / a.token_tiles, ROWS);
-    int64_t first = blockIdx.x % a.token_tiles * (16 * EACH);
+        moq_find_tile(&a.partitions, a.partition_count, blockIdx.x / a.token_tiles, ROW_COUNT);
+    int64_t first = blockIdx.x % a.token_tiles * TN;
     int64_t begin = (int64_t)blockIdx.y * a.steps * STEP;
     int64_t end = min(begin + a.steps * STEP, a.k);
-    float sum[EACH][4] = {};
+    int warp = threadIdx.x / 32, row = warp % WR * 16, token = warp / WR * (8 * EIGHTS);
+    float sum[EIGHTS][4] = {};
     launch_dependents();
+    share<ROW_COUNT> r = load_right<ROW_COUNT>(a, rows, begin, end);
     wait_for_predecessor();
+    share<TN> l = load_left<TN>(a, rows.partition, first, begin, end);
     for (int64_t k = begin; k < end; k += STEP) {
-        load_step<EACH>(a, rows, first, k, end, left, right);
+        store_share(l, left);
+        store_share(r, right);
         __syncthreads();
-        multiply_step<EACH>(left, right, sum);
+        r = load_right<ROW_COUNT>(a, rows, k + STEP, end);
+        l = load_left<TN>(a, rows.partition, first, k + STEP, end);
+        multiply_step<ROW_COUNT, TN, EIGHTS, EXACT>(left, right, row, token, sum);
         __syncthreads(); /* all have read this step */
     }
-    int token = threadIdx.x / 8, row = rows.begin + threadIdx.x % 8;
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < EACH; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            if (first + token + 16 * i < a.m && row + 8 * j < rows.end)
-                a.out[blockIdx.y * a.out_part + (first + token + 16 * i) * a.out_stride + row +
-                      8 * j] = sum[i][j];
+    for (int i = 0; i < 4 * EIGHTS; i++) {
+        int64_t m = first + token + i / 4 * 8 + 2 * t + i % 2;
+        int n = rows.begin + row + g + i % 4 / 2 * 8;
+        if (m < a.m && n < rows.end)
+            a.out[blockIdx.y * a.out_part + m * a.out_stride + n] = sum[i / 4][i % 4];
+    }
+}
+
+/* Adds parts, in order, to the first. */
+static __global__ void __launch_bounds__(THREADS)
+    add_parts(float *first, int64_t count, int part_count) {
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    launch_dependents();
+    wait_for_predecessor();
+    if (i >= count)
+        return;
+    float sum = first[i];
+#pragma unroll 8
+    for (int part = 1; part < part_count; part++)
+        sum = __fadd_rn(sum, first[part * count + i]);
+    first[i] = sum;
 }
 
 /* ---- launch ---- */
 
 static int64_t token_tiles_of(int64_t m) {
-    return divide_up(m, m <= FEW ? FEW : 16 * MANY);
+    return divide_up(m, m <= FEW ? FEW : MANY);
+}
+
+/* Returns the rows of a tile. */
+static int tile_rows(const moq_low_rank *l, int64_t rows) {
+    return l->m > FEW && rows <= NARROW ? NARROW : ROWS;
 }
 
 /* Returns the steps of a part of K. */
 static int64_t steps_of(const moq_low_rank *l) {
-    int64_t steps = divide_up(l->spec->in_features, STEP);
-    int64_t tiles = token_tiles_of(l->m) * divide_up(moq_weight_ranks(&l->spec->matrix), ROWS);
+    int64_t steps = divide_up(l->spec->in_features, STEP),
+            ranks = moq_weight_ranks(&l->spec->matrix);
+    int64_t tiles = token_tiles_of(l->m) * divide_up(ranks, tile_rows(l, ranks));
     int64_t parts = BLOCKS * l->spec->target.sm_count / tiles;
     parts = parts < steps / LEAST ? parts : steps / LEAST;
     parts = parts < 1 ? 1 : parts < MOST ? parts : MOST;
@@ -150,30 +232,51 @@ extern "C" int64_t moq_cuda_low_rank_bytes(const moq_low_rank *l) {
     return parts_of(l) * l->m * moq_weight_ranks(&l->spec->matrix) * (int64_t)sizeof(float);
 }
 
-static moq_status launch(const moq_low_rank *l, product_args *a, int64_t row_tiles, int64_t parts,
-                         moq_err *err) {
+template <bool EXACT> static const void *kernel_of(const moq_low_rank *l, int rows) {
+    return l->m <= FEW      ? (const void *)low_rank_product<WARPS, FEW, EXACT>
+           : rows == NARROW ? (const void *)low_rank_product<NARROW / 16, MANY, EXACT>
+                            : (const void *)low_rank_product<WARPS, MANY, EXACT>;
+}
+
+static moq_status launch(const moq_low_rank *l, const void *kernel, unsigned blocks, unsigned parts,
+                         void **parameters, moq_err *err) {
+    moq_launch launch = {.what = "low-rank part of a linear",
+                         .kernel = kernel,
+                         .grid = dim3(blocks, parts),
+                         .block = dim3(THREADS),
+                         .stream = (cudaStream_t)l->stream,
+                         .pdl = true};
+    return moq_cuda_launch(&launch, parameters, err);
+}
+
+static moq_status multiply(const moq_low_rank *l, product_args *a, int rows, int64_t row_tiles,
+                           int64_t parts, moq_err *err) {
     a->m = l->m;
     a->token_tiles = token_tiles_of(l->m);
     int64_t blocks = row_tiles * a->token_tiles;
     if (blocks > INT32_MAX)
         return moq_fail(err, MOQ_ERR_VALUE, "x: %lld rows are too many for one call",
                         (long long)l->m);
-    moq_launch launch = {.what = "low-rank part of a linear",
-                         .kernel = l->m <= FEW ? (const void *)low_rank_product<1>
-                                               : (const void *)low_rank_product<MANY>,
-                         .grid = dim3((unsigned)blocks, (unsigned)parts),
-                         .block = dim3(THREADS),
-                         .stream = (cudaStream_t)l->stream,
-                         .pdl = true};
+    bool exact = a->left.dtype != MOQ_DT_F32;
     void *parameters[] = {a};
-    return moq_cuda_launch(&launch, parameters, err);
+    return launch(l, exact ? kernel_of<true>(l, rows) : kernel_of<false>(l, rows), (unsigned)blocks,
+                  (unsigned)parts, parameters, err);
+}
+
+static moq_status add(const moq_low_rank *l, int64_t parts, moq_err *err) {
+    float *first = l->inner;
+    int64_t count = l->m * moq_weight_ranks(&l->spec->matrix);
+    int part_count = (int)parts;
+    void *parameters[] = {&first, &count, &part_count};
+    return launch(l, (const void *)add_parts, (unsigned)divide_up(count, THREADS), 1, parameters,
+                  err);
 }
 
 extern "C" moq_status moq_cuda_low_rank(const moq_low_rank *l, moq_err *err) {
     const moq_linear_spec *spec = l->spec;
     int64_t ranks = moq_weight_ranks(&spec->matrix), parts = parts_of(l);
+    int rows = tile_rows(l, ranks);
     product_args inner = {.left = moq_rows_of(l->x),
-                          .left_parts = 1,
                           .right = l->lora_a,
                           .out = l->inner,
                           .out_part = l->m * ranks,
@@ -182,10 +285,10 @@ extern "C" moq_status moq_cuda_low_rank(const moq_low_rank *l, moq_err *err) {
                           .steps = steps_of(l),
                           .partition_count = 1};
     inner.partitions.end[0] = (int)ranks;
-    MOQ_TRY(launch(l, &inner, divide_up(ranks, ROWS), parts, err));
+    MOQ_TRY(multiply(l, &inner, rows, divide_up(ranks, rows), parts, err));
+    if (parts > 1)
+        MOQ_TRY(add(l, parts, err));
     product_args outer = {.left = {l->inner, ranks, MOQ_DT_F32},
-                          .left_part = l->m * ranks,
-                          .left_parts = (int)parts,
                           .left_columns = spec->rank,
                           .right = l->lora_b,
                           .out = l->addend,
@@ -194,7 +297,7 @@ extern "C" moq_status moq_cuda_low_rank(const moq_low_rank *l, moq_err *err) {
                           .steps = divide_up(spec->rank, STEP),
                           .partition_count = spec->partition_count,
                           .partitions = moq_partitions_of(spec)};
-    return launch(l, &outer, moq_tile_count(spec, ROWS), 1, err);
+    return multiply(l, &outer, ROWS, moq_tile_count(spec, ROWS), 1, err);
 }
 
 } // namespace moq::low_rank
