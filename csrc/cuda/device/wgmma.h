@@ -148,7 +148,7 @@ WGMMA_OF_REGISTERS(f16, 256, 128, 128, 129, 130, 131, 132)
 
 #undef WGMMA_OF_REGISTERS
 
-/* The same, d = A B^T where `add` is 0. */
+/* Products of 16-bit matrices, A from registers: d += A B^T, or d = A B^T where `add` is 0. */
 #define WGMMA_PART_OF_REGISTERS(type, columns, sums, a0, a1, a2, a3, right, more)                  \
     static __device__ __forceinline__ void wgmma_##type(float (&d)[sums], const uint32_t (&a)[4],  \
                                                         uint64_t b, int add) {                     \

@@ -4,8 +4,8 @@
  * of a tile in the 128-byte swizzle. A lane reads columns 4t to 4t + 3 of each 16 of rows g and g +
  * 8, or of int4 of the pair g of rows, and widens them into the fragment of a product: the even
  * ones take the place of columns 2t and 2t + 1, the odd ones that of 2t + 8 and 2t + 9. A warp
- * sorts each 16 columns of x likewise, even ones first, where they lie. Scales, a word for a row
- * and a step, are loaded a step ahead. */
+ * sorts each 16 columns of x in the same way, even ones first, where they lie. Scales, a word for a
+ * row and a step, are loaded a step ahead. */
 #ifndef MOQ_CUDA_LINEAR_SM90_GENERAL_H
 #define MOQ_CUDA_LINEAR_SM90_GENERAL_H
 
@@ -17,9 +17,9 @@ namespace moq::general {
 
 using namespace nvfp4_medium;
 
-/* Exponents of E8M0 scales are lowered by 8, so that bf16 holds a scale times 2^120 up to 2^15;
+/* Exponents of E8M0 scales are lowered by 16, so that bf16 holds a scale times 2^120 up to 2^23;
  * larger ones become infinite. */
-#define LOWERED 256.0f
+#define LOWERED 65536.0f
 
 struct row_copies;
 
@@ -172,11 +172,11 @@ template <class S> static __device__ __forceinline__ void advance_words(scale_wo
 
 /* ---- decoding ---- */
 
-/* Returns 2^112 times the scales of groups i and i + 2 of a row, in two halves: what makes of e4m3
- * * 2^-120 the weight * 2^-8. */
+/* Returns 2^104 times the scales of groups i and i + 2 of a row, in two halves: what makes of e4m3
+ * * 2^-120 the weight * 2^-16. */
 static __device__ __forceinline__ uint32_t factors_of(uint32_t word, int i) {
     uint32_t codes = word >> 8 * i & 0x00ff00ffu;
-    return (__vminu2(codes, 0x008f008fu) + 0x00700070u) << 7;
+    return (__vminu2(codes, 0x00970097u) + 0x00680068u) << 7;
 }
 
 /* Widens the even and the odd two of four columns, of the first or the second row of int4. */
