@@ -53,7 +53,8 @@ def linear(
     columns, device = about["shape"][-1], about["device"]
     pair = params.get("lora_b")
     rank = None if pair is None else _C.describe_tensor(pair)["shape"][-1]
-    plan = _linear_plan(quant_algo, columns, partitions, group_size, dtype, device, compute, rank)
+    options = (None, False, False, False, rank)  # no chip, and none of the permissions of a method
+    plan = _linear_plan(quant_algo, columns, partitions, group_size, dtype, device, compute, *options)
     return plan.run(x, params, bias, out, stream)  # type: ignore[no-any-return]
 
 
@@ -61,7 +62,7 @@ def linear(
 def _linear_plan(*about: Any) -> _C.LinearPlan:
     """The plan of `LinearMethod` with these arguments."""
     check_variables(stacklevel=3)
-    return _C.linear_plan(*about[:-1], rank=about[-1])
+    return _C.linear_plan(*about)
 
 
 def prepare_experts(
