@@ -7,7 +7,8 @@ from moqext import _C, LinearMethod
 
 from .linear_cases import random_case, random_x
 
-ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
+FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+ALGOS = (*FP8, "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
 TOKENS = (1, 16, 64, 200, 1024, 8192)
 
 
@@ -63,7 +64,7 @@ def test_it_is_exact_on_other_chips(capability):
     assert auto.backend(1024) == plan("exact", capability=capability).backend(1024) == "cuda:sm80_nvfp4"
 
 
-@pytest.mark.parametrize("algo", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W4A8_NVFP4_FP8"])
+@pytest.mark.parametrize("algo", [*FP8, "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "W4A8_AWQ"])
 def test_an_algorithm_that_quantizes_x_itself_has_no_choice(algo):
     exact, auto = plan("exact", algo), plan("auto", algo)
     assert runnable(auto) == runnable(exact)

@@ -62,7 +62,8 @@ static moq_status apply_compute(moq_weight *weight, moq_err *err) {
     if (weight->compute == MOQ_COMPUTE_EXACT)
         return MOQ_OK;
     if (weight->compute == MOQ_COMPUTE_AUTO) {
-        if (packs && weight->input == MOQ_INPUT_AS_IS)
+        weight->has_choice = packs && weight->input == MOQ_INPUT_AS_IS;
+        if (weight->has_choice)
             weight->input = MOQ_INPUT_E4M3_TOKEN;
         return MOQ_OK;
     }
@@ -311,8 +312,7 @@ bool moq_weight_folds(const moq_weight *weight) {
 }
 
 bool moq_weight_has_choice(const moq_weight *weight) {
-    return weight->weight == MOQ_WEIGHT_E2M1_PACKED && weight->compute == MOQ_COMPUTE_AUTO &&
-           weight->input == MOQ_INPUT_E4M3_TOKEN;
+    return weight->has_choice;
 }
 
 /* The low-rank pairs of all partitions: lora_a of one after the other, lora_b beside its rows. They

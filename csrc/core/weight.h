@@ -53,6 +53,7 @@ typedef enum {
     bool per_row_scale;           /* the checkpoint's weight_scale has one value per row */        \
     bool mx_scales;               /* its block scales are E8M0, and there is no second level */    \
     bool one_input_scale;         /* the partitions have the same */                               \
+    bool has_choice;              /* "auto" takes exact or FP8 products for each call */           \
     bool checkpoint_input_scale;  /* the algorithm writes an input_scale (it may be absent) */     \
     bool by_token;                /* without it, x has one scale a row */                          \
     bool pre_quant_scale;         /* and, where none was folded elsewhere, a pre_quant_scale */    \

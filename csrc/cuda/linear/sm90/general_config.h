@@ -28,11 +28,6 @@ extern "C" {
     X(128, 2, 1, false, true)                                                                      \
     X(128, 2, 1, true, false)
 
-/* More shapes of 8-bit weights: sums of int4 take twice the registers. */
-#define MOQ_GENERAL_WIDE_SHAPES(X)                                                                 \
-    X(128, 4, 1, false, true)                                                                      \
-    X(256, 2, 1, false, true)
-
 /* Expands the call's config. */
 moq_nvfp4_medium_config moq_general_expand_config(const moq_linear_call *call);
 

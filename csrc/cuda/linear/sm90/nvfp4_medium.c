@@ -9,8 +9,7 @@
 
 #include <stdio.h>
 
-#define LEAST_STAGES 3 /* and two of tiles of many tokens, whose steps take long */
-#define MANY_TOKENS  256
+#define LEAST_STAGES 3
 #define MOST         (1 << 22)   /* tokens */
 #define MOST_OUTPUTS (1ll << 40) /* tiles are counted in 32 bits */
 
@@ -32,7 +31,7 @@ moq_nvfp4_medium_layout moq_nvfp4_medium_smem_layout(const moq_nvfp4_medium_shap
     l.stages =
         most / v->stage < MOQ_NVFP4_MEDIUM_STAGES ? most / v->stage : MOQ_NVFP4_MEDIUM_STAGES;
     l.stages -= l.stages % v->k_groups;
-    if (l.stages < (v->tokens < MANY_TOKENS ? LEAST_STAGES : 2) || l.stages < 2 * v->k_groups ||
+    if (l.stages < LEAST_STAGES || l.stages < 2 * v->k_groups ||
         (v->split_k && l.turn + turned > l.stages * v->stage))
         l.stages = 0;
     if (!v->split_k)
@@ -184,13 +183,13 @@ FAMILY(SM90_NVFP4_FP8_MEDIUM, nvfp4_fp8_medium, MOQ_NVFP4_FP8_MEDIUM_SHAPES, FOL
 #define GENERAL_SHAPE(...) SHAPE(2, MOQ_GENERAL_STEP, __VA_ARGS__)
 #define INT4_SHAPE(...)    SHAPE(2, MOQ_GENERAL_INT4_STEP, __VA_ARGS__)
 
-static const moq_nvfp4_medium_shape GENERAL_SHAPES[] = {MOQ_GENERAL_SHAPES(GENERAL_SHAPE)
-                                                            MOQ_GENERAL_WIDE_SHAPES(GENERAL_SHAPE)};
+static const moq_nvfp4_medium_shape GENERAL_SHAPES[] = {MOQ_GENERAL_SHAPES(GENERAL_SHAPE)};
+static const moq_nvfp4_medium_shape INT4_SHAPES[] = {MOQ_GENERAL_SHAPES(INT4_SHAPE)};
 
 enum { GENERAL_COUNT = sizeof GENERAL_SHAPES / sizeof *GENERAL_SHAPES };
 
-/* Shapes that int4 does not have have no tokens. */
-static const moq_nvfp4_medium_shape INT4_SHAPES[GENERAL_COUNT] = {MOQ_GENERAL_SHAPES(INT4_SHAPE)};
+/* Tokens up to which the kernel was timed; the library multiplies more of them. */
+#define GENERAL_MOST 256
 
 /* Rates of every config, of each kind of weights. */
 typedef enum { E4M3, INT8, INT4, KINDS } kind;
@@ -205,8 +204,7 @@ static bool work_general(const moq_problem *p, int config, moq_load *w) {
     moq_weight_layout weight = ((const moq_linear_spec *)p->layer)->weight;
     kind of = weight == MOQ_WEIGHT_INT4_GROUP ? INT4 : weight == MOQ_WEIGHT_INT8_ROW ? INT8 : E4M3;
     w->rates = (int)of * 2 * GENERAL_COUNT + config;
-    const moq_nvfp4_medium_shape *shapes = general_shapes_of(p->layer);
-    return shapes[config % GENERAL_COUNT].tokens && count(p, shapes, GENERAL_COUNT, config, w);
+    return count(p, general_shapes_of(p->layer), GENERAL_COUNT, config, w);
 }
 
 static const moq_configs GENERAL = {
@@ -233,7 +231,7 @@ static bool suits_scales(const moq_linear_spec *spec, char *reason, size_t size)
 static bool can_run_general(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     if (!moq_is_on_sm90(spec, reason, size) || !moq_is_general(spec, reason, size) ||
         !moq_has_int_rows(spec, reason, size) || !suits_scales(spec, reason, size) ||
-        !takes(spec, m, reason, size))
+        !moq_takes_tokens(m, GENERAL_MOST, reason, size))
         return false;
     if (spec->input == MOQ_INPUT_AS_IS)
         return true;

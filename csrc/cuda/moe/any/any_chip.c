@@ -130,12 +130,6 @@ FAMILY(SM80_NVFP4_FP8, mma_nvfp4_folded, "sm80_nvfp4_fp8", moq_moe_mma_nvfp4_til
 
 /* ---- 8- and 4-bit weights that only general kernels read ---- */
 
-/* Rates of NVFP4's products stand for those of general ones until these have times. */
-#ifndef MOQ_RATES_MOE_SM80_GENERAL
-#define MOQ_RATES_MOE_SM80_GENERAL                                                                 \
-    MOQ_RATES_MOE_SM80_NVFP4, MOQ_RATES_MOE_SM80_NVFP4, MOQ_RATES_MOE_SM80_NVFP4
-#endif
-
 /* Rows of the rates. */
 typedef enum { GENERAL_E4M3, GENERAL_INT8, GENERAL_INT4, GENERAL_KINDS } general_kind;
 
