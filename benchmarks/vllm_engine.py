@@ -19,15 +19,17 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import vllm_random
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the model is asked for its methods
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # models of ranks are asked for their methods
 
 PROMPT = 16
-MORE = {1: 256, 16: 128, 64: 128}
+MORE = {1: 256, 16: 128, 64: 128, 256: 64}
 """Tokens that are timed, by the number of sequences."""
 LOCK = Path("/tmp/moqext-vllm.lock")
 """Held by the process that measures alone, shared by those that make engines."""
@@ -50,9 +52,9 @@ def make_engine(options: argparse.Namespace) -> Any:
         more["moe_backend"] = options.moe_backend
     if options.dummy:
         more["load_format"] = "dummy"
-    if options.random:
+    if options.random or options.filled:
         vllm_random.register()
-        more["load_format"] = vllm_random.LOAD_FORMAT
+        more["load_format"] = vllm_random.FILLED if options.filled else vllm_random.LOAD_FORMAT
     return LLM(
         options.directory,
         skip_tokenizer_init=True,
@@ -65,6 +67,8 @@ def make_engine(options: argparse.Namespace) -> Any:
         max_num_batched_tokens=max(options.prompt, 2048),
         max_model_len=max(options.prompt + 16, 2048),
         compilation_config=compilation,
+        tensor_parallel_size=options.ranks,
+        enable_expert_parallel=options.expert_parallel,
         **more,
     )
 
@@ -111,16 +115,9 @@ class Engine:
         return tokens / statistics.median(found)
 
     def methods(self) -> dict[str, int]:
-        """How many linears of the model have which method and kernel."""
-        worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        counts: Counter[str] = Counter()
-        for module in worker.model_runner.model.modules():
-            method = getattr(module, "quant_method", None)
-            if method is not None:
-                kernel = getattr(method, "kernel", None)
-                names = [type(each).__name__ for each in (method, kernel) if each is not None]
-                counts[" ".join(names)] += 1
-        return dict(counts)
+        """How many linears of the first rank's model have which method and kernel."""
+        found: dict[str, int] = self.llm.apply_model(count_methods)[0]
+        return found
 
     def profile(self, batch: int, tokens: int = PROMPT, steps: int = 8) -> None:
         """Prints what kernels take in a step of decoding, by name, in us; with no steps in a prompt."""
@@ -156,13 +153,24 @@ class Engine:
         return times, calls
 
 
+def count_methods(model: Any) -> dict[str, int]:
+    """How many layers of a model have which method and kernel."""
+    counts: Counter[str] = Counter()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            kernel = getattr(method, "kernel", None)
+            counts[" ".join(type(each).__name__ for each in (method, kernel) if each is not None)] += 1
+    return dict(counts)
+
+
 def shorten(name: str) -> str:
     """A kernel's name without what all have in common, its arguments and the middle of a long one."""
     name = name.removeprefix("void ").replace("(anonymous namespace)::", "").split("(")[0]
     return name if len(name) <= 90 else f"{name[:50]}..{name[-38:]}"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Makes the engine, measures and prints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
@@ -172,12 +180,15 @@ def main() -> None:
     parser.add_argument("--moe-backend", help="of vLLM's own experts")
     parser.add_argument("--dummy", action="store_true", help="weights that vLLM makes up")
     parser.add_argument("--random", action="store_true", help="weights of benchmarks.vllm_random")
+    parser.add_argument("--filled", action="store_true", help="the same kind of weights, in seconds")
+    parser.add_argument("--ranks", type=int, default=1, help="that share the model, each with a GPU")
+    parser.add_argument("--expert-parallel", action="store_true", help="ranks have whole experts")
     parser.add_argument("--more", type=int, help="tokens that are timed, whatever the number of sequences")
-    parser.add_argument("--batches", type=int, nargs="+", default=sorted(MORE))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--cache", type=int, default=CACHE_GIB, help="GiB of keys and values")
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         engine = Engine(options)
@@ -194,6 +205,7 @@ def main() -> None:
         if options.profile and options.prompt:
             engine.profile(1, options.prompt, 0)
         sys.stdout.flush()
+        fcntl.flock(lock, fcntl.LOCK_UN)  # ranks have the lock as well, and end a little later
         os._exit(0)  # or the engine would be taken down while the next one is measured
 
 

@@ -1,7 +1,11 @@
-"""A mixture of experts of 30 billion weights, Qwen3-30B-A3B's sizes, handed to vLLM without any files.
+"""Models handed to vLLM without any files: a mixture of experts of 30 billion weights, a Llama of 8 billion.
 
-Weights are normal numbers, quantized on the device as ModelOpt does and named as it names them: a load format
-"moqext_random" of vLLM's gives them to the model's own loader, tensor by tensor. Every engine has the same.
+Their sizes are Qwen3-30B-A3B's and Llama 3.1 8B's. Two load formats of vLLM's make the weights on the device:
+
+    moqext_random  normal numbers, quantized and named as ModelOpt does, go through the model's own loader,
+                   tensor by tensor. Every engine has the same, however many ranks share it.
+    moqext_filled  each rank fills its own parameters with numbers of that kind: seconds instead of a minute,
+                   for engines that are only timed.
 """
 
 from __future__ import annotations
@@ -19,6 +23,26 @@ from benchmarks.llama import BF16, FP8, INPUT_AMAX, SPREAD, Weights, quantize
 from benchmarks.vllm_checkpoint import quantization_config
 
 LOAD_FORMAT = "moqext_random"
+FILLED = "moqext_filled"
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -57,13 +81,16 @@ TINY = {
     "vocab_size": 64,
     "max_position_embeddings": 64,
 }
-"""Sizes for a test."""
-EXPERTS = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
-"""Projections of an expert, and whose inputs theirs are like."""
+"""Sizes for a test of either model."""
+MODELS = {"moe": CONFIG, "llama": LLAMA}
+MLP = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
+"""Projections of an expert or of a layer without experts, and whose inputs theirs are like."""
 ATTENTION = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o"}
 
 
-def write_config(directory: Path, quant_algo: str, tiny: bool = False, layers: int | None = None) -> None:
+def write_config(
+    directory: Path, quant_algo: str, tiny: bool = False, layers: int | None = None, model: str = "moe"
+) -> None:
     """Writes config.json, all that there is of a checkpoint.
 
     Args:
@@ -71,14 +98,16 @@ def write_config(directory: Path, quant_algo: str, tiny: bool = False, layers: i
         quant_algo: "bfloat16", "FP8" or "NVFP4".
         tiny: small sizes, for a test.
         layers: how many there are, where they are not those of the model.
+        model: one of `MODELS`.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    text = CONFIG | (TINY if tiny else {})
+    text = MODELS[model] | ({name: TINY[name] for name in TINY if name in MODELS[model]} if tiny else {})
     if layers:
         text["num_hidden_layers"] = layers
     if quant_algo != BF16:
         quantization = quantization_config(quant_algo)
-        quantization["ignore"] = ["lm_head", "model.layers.*.mlp.gate"]
+        if "num_experts" in text:
+            quantization["ignore"] = ["lm_head", "model.layers.*.mlp.gate"]
         text["quantization_config"] = quantization
     (directory / "config.json").write_text(json.dumps(text))
 
@@ -103,21 +132,27 @@ def _layer(
     weights: Weights, config: dict[str, Any], layer: int, quant_algo: str
 ) -> Iterator[tuple[str, Tensor]]:
     prefix, seeds = f"model.layers.{layer}", iter(range(100 * (layer + 1), 100 * (layer + 2)))
-    hidden, inner, head = config["hidden_size"], config["moe_intermediate_size"], config["head_dim"]
+    hidden, inner, head = config["hidden_size"], config.get("moe_intermediate_size"), config["head_dim"]
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield f"{prefix}.{name}.weight", 1 + 5 * weights.normal(next(seeds), hidden)
-    for name in ("q_norm", "k_norm"):
+    for name in ("q_norm", "k_norm") if "num_experts" in config else ():
         yield f"{prefix}.self_attn.{name}.weight", 1 + 5 * weights.normal(next(seeds), head)
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
     for name, shape in (shapes | {"o_proj": (hidden, queries)}).items():
         stored = _store(weights.normal(next(seeds), *shape), ATTENTION[name], quant_algo)
         yield from ((f"{prefix}.self_attn.{name}.{role}", tensor) for role, tensor in stored.items())
-    experts = config["num_experts"]
-    yield f"{prefix}.mlp.gate.weight", weights.normal(next(seeds), experts, hidden)
-    for name, like in EXPERTS.items():
+    experts = config.get("num_experts")
+    if experts is None:
+        inner = config["intermediate_size"]
+    else:
+        yield f"{prefix}.mlp.gate.weight", weights.normal(next(seeds), experts, hidden)
+    for name, like in MLP.items():
         rows, columns = (hidden, inner) if name == "down_proj" else (inner, hidden)
-        stored = _store(weights.normal(next(seeds), experts * rows, columns), like, quant_algo)
+        stored = _store(weights.normal(next(seeds), (experts or 1) * rows, columns), like, quant_algo)
+        if experts is None:
+            yield from ((f"{prefix}.mlp.{name}.{role}", tensor) for role, tensor in stored.items())
+            continue
         for expert in range(experts):
             own = slice(expert * rows, (expert + 1) * rows)
             for role, tensor in stored.items():
@@ -134,8 +169,40 @@ def _store(weight: Tensor, like: str, quant_algo: str) -> dict[str, Tensor]:
     return {role: tensor.reshape(()) if tensor.numel() == 1 else tensor for role, tensor in found.items()}
 
 
+def fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    """Fills a parameter of vLLM's with numbers of the kind that a checkpoint has for it.
+
+    Args:
+        name: the parameter's, in vLLM's model.
+        tensor: its values; scales of a cache keep them.
+        generator: of the tensor's device.
+    """
+    role = name.rpartition(".")[2].removeprefix("w13_").removeprefix("w2_")
+    if role in ("k_scale", "v_scale", "q_scale", "prob_scale"):
+        return
+    if tensor.dtype == torch.uint8:
+        tensor.random_(0, 256, generator=generator)
+    elif tensor.dtype == torch.float8_e4m3fn:
+        # codes of a weight, or the scales of its blocks, which are not negative
+        middle, spread = (256.0, 64.0) if role == "weight_scale" else (0.0, E4M3_MAX / 6)
+        drawn = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
+        drawn.normal_(middle, spread, generator=generator)
+        lowest = 32.0 if role == "weight_scale" else -E4M3_MAX
+        tensor.copy_(drawn.clamp_(lowest, E4M3_MAX))
+    elif role == "weight_scale":
+        tensor.fill_(6 * SPREAD / E4M3_MAX)
+    elif role == "weight_scale_2":
+        tensor.fill_(SPREAD / (256 * 3))  # codes of 4 bits are some 3 on average, block scales 256
+    elif role == "input_scale":
+        tensor.fill_(max(INPUT_AMAX.values()) / E4M3_MAX)
+    elif "norm" in name:
+        tensor.normal_(1.0, 5 * SPREAD, generator=generator)
+    else:
+        tensor.normal_(0.0, 1.0 if "embed" in name else SPREAD, generator=generator)
+
+
 def register() -> None:
-    """Adds the load format to vLLM, in this process."""
+    """Adds both load formats to vLLM, in this process and those that it forks."""
     from vllm.config import ModelConfig
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -150,4 +217,14 @@ def register() -> None:
             device = str(next(model.parameters()).device)
             model.load_weights(make_tensors(config, quant_algo, device))
 
+    class FilledLoader(BaseModelLoader):  # type: ignore[misc]
+        def download_model(self, model_config: ModelConfig) -> None:
+            pass
+
+        def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+            for seed, (name, parameter) in enumerate(model.named_parameters()):
+                source = torch.Generator(parameter.device).manual_seed(seed)
+                fill(name, parameter.data, source)
+
     register_model_loader(LOAD_FORMAT)(RandomLoader)
+    register_model_loader(FILLED)(FilledLoader)

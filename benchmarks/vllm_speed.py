@@ -3,6 +3,8 @@
     PYTHONPATH=.:python python3 -m benchmarks.vllm_speed --output FILE [--ways NAME ...] [--directory DIR]
 
 A Llama of 8 billion weights from files, or with `--model moe` a mixture of experts of 30 billion from none.
+With `--filled` neither has files, and weights are made in seconds. Other arguments are those of
+`benchmarks.vllm_engine`: `--ranks 2 --expert-parallel` has two GPUs share each model.
 
 Needs a Python with vLLM 0.33 or later and the plug-in's entry point. Every way is a process of its own
 (`benchmarks.vllm_engine`); several start at once and measure one after the other.
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--model", choices=["llama", "moe"], default="llama")
     parser.add_argument("--ways", nargs="+", choices=ALL_WAYS, help="of the model; all without")
     parser.add_argument("--layers", type=int, help="of the mixture of experts, instead of its 48")
+    parser.add_argument("--filled", action="store_true", help="weights of no files, for times alone")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="engines that the memory has room for")
     parser.add_argument("--modes", nargs="+", default=["graphs", "compile"], choices=["graphs", "compile"])
     options, more = parser.parse_known_args()
@@ -125,10 +128,13 @@ def main() -> None:
     begin = time.perf_counter()
     ways = options.ways or list(MOE_WAYS if options.model == "moe" else WAYS)
     formats = {ALL_WAYS[way][0] for way in ways}
-    if options.model == "moe":
-        options.directory = options.directory.with_name(options.directory.name + "-moe")
+    if options.model == "moe" or options.filled:
+        name = f"{options.directory.name}-{options.model}"
+        options.directory = options.directory.with_name(name)
+        more += ["--filled"] if options.filled else []
         for quant_algo in formats:
-            vllm_random.write_config(options.directory / quant_algo, quant_algo, layers=options.layers)
+            directory = options.directory / quant_algo
+            vllm_random.write_config(directory, quant_algo, layers=options.layers, model=options.model)
     else:
         make_checkpoints(options.directory, formats)
     print(f"checkpoints: {time.perf_counter() - begin:.0f} s", flush=True)
