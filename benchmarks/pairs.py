@@ -242,7 +242,14 @@ def models() -> list[Pair]:
     return pairs
 
 
-ENGINE = {"vllm": LLAMA, "vllm-64": f"{LLAMA}, engines in turn", "vllm-experts": QWEN}
+ENGINE = {
+    "vllm": LLAMA,
+    "vllm-64": f"{LLAMA}, engines in turn",
+    "vllm-experts": QWEN,
+    "vllm-two": f"{LLAMA}, two GPUs",
+    "vllm-experts-two": f"{QWEN}, two GPUs",
+    "vllm-experts-parallel": f"{QWEN}, two GPUs, expert parallel",
+}
 """Models by the name of their results."""
 
 

@@ -105,6 +105,52 @@ def engine(start):
     return run
 
 
+@pytest.fixture(scope="session")
+def two_ranks(environment, tmp_path_factory):
+    """`two_ranks(program, *arguments, **variables)`: what two processes that know each other print.
+
+    MEETING is the beginning of paths of files by which they find each other.
+    """
+
+    def run(program, *arguments, **variables):
+        place = tmp_path_factory.mktemp("meeting")
+        every = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MEETING": f"{place}/moqext-{os.getpid()}-"}
+        every |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        logs, ranks = [place / f"rank{rank}" for rank in range(2)], []
+        for rank, log in enumerate(logs):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("wb") as output:  # a pipe that is full would stop a rank, and with it the other one
+                command = [sys.executable, str(HERE / program), *map(str, arguments)]
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment | every | own | variables,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        try:
+            for rank in ranks:
+                rank.wait(900)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        return [log.read_text() for log in logs]
+
+    return run
+
+
+def results(texts, count):
+    """The values that each of several processes printed, as many as expected."""
+    found = []
+    for text in texts:
+        lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
+        assert len(lines) == count, text[-6000:]
+        found.append([json.loads(line.removeprefix("RESULT ")) for line in lines])
+    return found
+
+
 def on_cuda():
     """Whether engines of the tests are on a GPU."""
     import torch

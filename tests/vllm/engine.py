@@ -495,6 +495,8 @@ def split(*cases):
         return f"file://{os.environ['MEETING']}{next(number)}", rank, rank
 
     ExecutorWithExternalLauncher._distributed_args = meeting
+    if not ON_CUDA:
+        complete_communicator()
     for case in cases:
         directory, options = json.loads(case)
         try:
@@ -502,14 +504,37 @@ def split(*cases):
                 directory,
                 hf_overrides=without_cache(directory),
                 distributed_executor_backend="external_launcher",
-                tensor_parallel_size=2,
-                **options,
+                **{"tensor_parallel_size": 2} | options,
             )
             say(generate(llm))
             del llm
         except Exception as error:
             say([type(error).__name__, str(error)])
         gc.collect()
+
+
+def complete_communicator():
+    """Gives vLLM's communicator of CPUs the exchanges of ranks with prompts of their own, which it lacks."""
+    import torch.distributed as dist
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(self, given, dim=0, sizes=None):
+        if isinstance(given, list):
+            return [all_gatherv(self, each, dim, sizes) for each in given]
+        sizes = sizes or [len(given)] * self.world_size
+        padded = given.new_zeros(max(sizes), *given.shape[1:])
+        padded[: len(given)] = given
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.device_group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatterv(self, given, dim=-1, sizes=None):
+        total = given.clone()
+        dist.all_reduce(total, group=self.device_group)
+        return total.split(sizes)[self.rank_in_group].clone()
+
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
 
 
 def cache_scales(directory):

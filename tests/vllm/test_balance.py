@@ -1,48 +1,26 @@
 """Balancing of experts: vLLM exchanges rows of what `get_expert_weights` gives, and the experts go along."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from tests.vllm_cases import DATA
+from tests.vllm.conftest import results
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
 
+CHECKPOINTS = [("qwen3moe_fp8", "FP8"), ("qwen3moe_nvfp4", "NVFP4")]
+CLOSE = 1e-5
+"""Share of the largest output: sums of float32 in another order."""
 
-@pytest.mark.parametrize("name, algo", [("qwen3moe_fp8", "FP8"), ("qwen3moe_nvfp4", "NVFP4")])
+
+@pytest.mark.parametrize("name, algo", CHECKPOINTS)
 def test_experts_change_places_with_all_that_is_theirs(rng, name, algo):
-    import numpy as np
     import torch
-    from safetensors.torch import load_file
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
-    from moqext import LayerQuant
-    from moqext_vllm.experts import MoqextModelOptMoEMethod
+    from tests.vllm.balanced import EXPERTS, make_layer, random_inputs
 
-    parallel = SimpleNamespace(enable_eplb=True, use_ep=False, ep_size=1)
-    moe = SimpleNamespace(
-        tp_size=1, experts_per_token=2, is_act_and_mul=True, has_bias=False, moe_parallel_config=parallel
-    )
-    layer = torch.nn.Module()
-    layer.activation, layer.local_num_experts = "silu", 4
-    layer.expert_map, layer.apply_router_weight_on_input = None, False
-    method = MoqextModelOptMoEMethod(LayerQuant(algo, None, "quant_algo"), "experts", "exact", moe)
-    assert method.supports_eplb
-    method.create_weights(layer, 4, 128, 64, torch.float32, weight_loader=None)
-    shards = {"gate_proj": ("w13", 0), "up_proj": ("w13", 1), "down_proj": ("w2", None)}
-    for full, tensor in load_file(DATA / "checkpoints" / name / "model.safetensors").items():
-        if ".mlp.experts." in full:
-            expert, shard, role = full.split(".mlp.experts.")[1].split(".")
-            stack, half = shards[shard]
-            slot = getattr(layer, f"{stack}_{role}").data[int(expert)]
-            slot = slot if half is None else slot.chunk(2)[half]
-            slot.copy_(tensor.reshape(slot.shape))
-    method.process_weights_after_loading(layer)
-
-    x = torch.from_numpy(rng.standard_normal((7, 128)).astype(np.float32))
-    ids = torch.from_numpy(np.stack([rng.permutation(4)[:2] for _ in x]).astype(np.int32))
-    weights = torch.from_numpy(rng.random((7, 2), np.float32))
+    layer, method = make_layer(name, algo, range(EXPERTS))
+    x, weights, ids = random_inputs(rng)
     before = method.apply(layer, x, weights, ids)
     places = torch.tensor([2, 0, 3, 1])  # which expert stands in each place
     moved = RoutedExperts.get_expert_weights(layer)
@@ -50,3 +28,14 @@ def test_experts_change_places_with_all_that_is_theirs(rng, name, algo):
         rows.copy_(rows[places])
     assert torch.equal(method.apply(layer, x, weights, places.argsort()[ids.long()].int()), before)
     assert not torch.equal(method.apply(layer, x, weights, ids), before)
+
+
+@pytest.mark.parametrize("name, algo", CHECKPOINTS)
+def test_experts_go_to_the_other_rank(rng, two_ranks, name, algo):
+    """Two processes, vLLM's own exchange, experts with more than one place."""
+    seed = int(rng.integers(1 << 31))
+    for found in results(two_ranks("balanced.py", name, algo, seed), 1):
+        before, after, with_places_of_before = found[0]
+        assert before <= CLOSE, (seed, found)
+        assert after <= CLOSE, (seed, found)
+        assert with_places_of_before > 100 * CLOSE, (seed, found)

@@ -1,22 +1,17 @@
 """Layers that are split between two ranks, by rows and columns or by experts: the tokens of one rank."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.vllm.conftest import results
 from tests.vllm_cases import DATA, change, multiply, write_llama
 
 pytest.importorskip("vllm")
-ENGINE = Path(__file__).resolve().parent / "engine.py"
 pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
 
-SECONDS = 900
 EXPERTS = {"enable_expert_parallel": True}
 SPLIT = {  # by name: what runs on two ranks, with which options
     "experts of NVFP4": ("qwen3moe_nvfp4", {}),
@@ -32,6 +27,11 @@ SPLIT = {  # by name: what runs on two ranks, with which options
     "FP8_PB_WO": ("blocks", {}),
     "rows of a block": ("llama_fp8_pb_wo", {}),
     "columns of a group": ("groups", {}),
+}
+DATA_PARALLEL = EXPERTS | {"tensor_parallel_size": 1, "data_parallel_size": 2}
+SHARED = {  # by name: experts whose tokens come from both ranks
+    "experts of NVFP4 and prompts, each on one rank": ("qwen3moe_nvfp4", DATA_PARALLEL),
+    "experts of FP8 with unequal scales and prompts, each on one rank": ("unequal", DATA_PARALLEL),
 }
 REFUSED = {
     "rows of a block": ("model.layers.0.self_attn.qkv_proj", "64+32+32 rows, no multiples of the 128"),
@@ -80,31 +80,22 @@ def alone(engine, directories):
 
 
 @pytest.fixture(scope="module")
-def split(environment, directories, tmp_path_factory):
+def split(two_ranks, directories):
     """Answers of two ranks to all cases: experts come first, as vLLM makes their groups once."""
-    place = tmp_path_factory.mktemp("meeting")
-    cases = [json.dumps([str(directories[name]), options]) for name, options in SPLIT.values()]
-    every = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MEETING": f"{place}/moqext-{os.getpid()}-"}
-    threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    logs = [place / f"rank{rank}" for rank in range(2)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        variables = environment | every | threads | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with log.open("wb") as output:  # a pipe that is full would stop a rank, and with it the other one
-            command = [sys.executable, str(ENGINE), "split", *cases]
-            ranks.append(subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT))
-    said = []
-    try:
-        for rank, log in zip(ranks, logs, strict=True):
-            rank.wait(SECONDS)
-            lines = [line for line in log.read_text().splitlines() if line.startswith("RESULT ")]
-            assert len(lines) == len(cases), log.read_text()[-6000:]
-            said.append([json.loads(line.removeprefix("RESULT ")) for line in lines])
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return dict(zip(SPLIT, zip(*said, strict=True), strict=True))
+    return ask(two_ranks, directories, SPLIT)
+
+
+@pytest.fixture(scope="module")
+def data_parallel(two_ranks, directories):
+    """Answers of two ranks that have all prompts each, and half of the experts."""
+    return ask(two_ranks, directories, SHARED, MOQEXT_VLLM_FORCE="1")
+
+
+def ask(two_ranks, directories, cases, **variables):
+    """By name the answers of both ranks."""
+    given = [json.dumps([str(directories[name]), options]) for name, options in cases.values()]
+    said = results(two_ranks("engine.py", "split", *given, **variables), len(cases))
+    return dict(zip(cases, zip(*said, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -112,6 +103,12 @@ def test_two_ranks_have_the_tokens_of_one(split, alone, name):
     first, second = split[name]
     assert first == second
     assert first == alone[SPLIT[name][0]][0]
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_with_prompts_of_their_own_share_experts(data_parallel, alone, name):
+    """Tokens go to the rank that has their experts, and come back."""
+    assert all(tokens == alone[SHARED[name][0]][0] for tokens in data_parallel[name])
 
 
 @pytest.mark.parametrize("name", REFUSED)
