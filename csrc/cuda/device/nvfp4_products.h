@@ -28,9 +28,10 @@ static __device__ __forceinline__ moq_unit_places moq_unit_places_of(uint32_t un
     return p;
 }
 
+/* Adds a product of m16n8k16 in the type of the activations. */
 template <moq_nvfp4_type TYPE>
-static __device__ __forceinline__ void moq_nvfp4_product(float (&sum)[4], const uint32_t (&w)[4],
-                                                         uint32_t x0, uint32_t x1) {
+static __device__ __forceinline__ void moq_mma_16_bits(float (&sum)[4], const uint32_t (&w)[4],
+                                                       uint32_t x0, uint32_t x1) {
     const uint32_t x[2] = {x0, x1};
     if (TYPE == MOQ_NVFP4_F16)
         mma_f16(sum, w, x);
@@ -78,7 +79,7 @@ static __device__ __forceinline__ void moq_multiply_units(const P &p, uint32_t u
                 for (int i = 0; i < COUNT; i++) {
                     const uint32_t w[4] = {a[i][2 * half], a[i][2 * half + 1], b[i][2 * half],
                                            b[i][2 * half + 1]};
-                    moq_nvfp4_product<S::type>(sum[i][tile], w, v[0], v[1]);
+                    moq_mma_16_bits<S::type>(sum[i][tile], w, v[0], v[1]);
                 }
             }
         }

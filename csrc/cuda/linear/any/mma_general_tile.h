@@ -7,6 +7,7 @@
 #include "cuda/device/general_codes.h"
 #include "cuda/device/load.h"
 #include "cuda/device/mma_tile.h"
+#include "cuda/device/nvfp4_products.h"
 
 namespace moq::mma_general {
 
@@ -173,16 +174,6 @@ static __device__ __forceinline__ float scale_of(const uint32_t (&bits)[2], int 
 
 /* ---- the tile ---- */
 
-template <moq_nvfp4_type TYPE>
-static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&w)[4],
-                                                uint32_t x0, uint32_t x1) {
-    const uint32_t x[2] = {x0, x1};
-    if (TYPE == MOQ_NVFP4_F16)
-        mma_f16(sum, w, x);
-    else
-        mma_bf16(sum, w, x);
-}
-
 /* Returns the token, of eight, that is column `column` of a product. Columns 2 i and 2 i + 1 are
  * four tokens apart: lanes that read them at once find their parts in different banks. */
 static __device__ __forceinline__ int token_of_column(int column) {
@@ -211,8 +202,8 @@ static __device__ __forceinline__ void multiply_half(const weight_step<WR> &step
         for (int i = 0; i < WR; i++) {
             float part[4] = {};
             float (&to)[4] = KIND == INT8 ? sum[i][j] : part;
-            multiply<TYPE>(to, w[i][0], v.x, v.y);
-            multiply<TYPE>(to, w[i][1], v.z, v.w);
+            moq_mma_16_bits<TYPE>(to, w[i][0], v.x, v.y);
+            moq_mma_16_bits<TYPE>(to, w[i][1], v.z, v.w);
 #pragma unroll
             for (int n = 0; n < 4 && KIND != INT8; n++)
                 sum[i][j][n] = __fmaf_rn(part[n], scale[i][n / 2], sum[i][j][n]);

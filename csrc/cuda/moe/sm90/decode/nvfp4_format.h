@@ -53,7 +53,7 @@ static __device__ __forceinline__ void multiply_columns(const moq_unit_places &a
                 const uint32_t *v = &x[2 * i + half].x + j;
                 const uint32_t w[4] = {a[i][2 * half], a[i][2 * half + 1], b[i][2 * half],
                                        b[i][2 * half + 1]};
-                moq_nvfp4_product<TYPE>(sum[i], w, v[0], v[1]);
+                moq_mma_16_bits<TYPE>(sum[i], w, v[0], v[1]);
             }
         }
     }
