@@ -31,7 +31,8 @@ static __device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b)
     return difference;
 }
 
-/* Returns (a & mask) ^ bits by one instruction; the compiler would take two, with a constant each. */
+/* Returns (a & mask) ^ bits by one instruction; the compiler would take two, with a constant each.
+ */
 static __device__ __forceinline__ uint32_t mask_and_flip(uint32_t a, uint32_t mask, uint32_t bits) {
     uint32_t result;
     asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(a), "r"(mask), "r"(bits));

@@ -6,9 +6,9 @@
  * 128 columns of a warp's slabs, a box of 16 rows in the 128-byte swizzle for each slab; of one
  * slab with split-K. A lane quantizes the columns that it multiplies: 32 of a token, in the order
  * of its 16-byte groups of W. That takes 70 to 150 instructions, while memory takes 440 for a slab;
- * with split-K once for all items of a chunk. Hopper has no e4m3 products for one warp (mma.sync becomes conversions and
- * float16 products), so codes become float16, which holds them, those of x once for all slabs. Sums
- * are float32, not the 14 bits of wgmma.
+ * with split-K once for all items of a chunk. Hopper has no e4m3 products for one warp (mma.sync
+ * becomes conversions and float16 products), so codes become float16, which holds them, those of x
+ * once for all slabs. Sums are float32, not the 14 bits of wgmma.
  *
  * Quantizing by token needs the whole row: `up` finds the scales of a block's tokens while its
  * pipelines fill, and leaves the maximum of g of each slot and 16 rows for `down`.
