@@ -133,7 +133,7 @@ class CheckpointReader:
     def with_files(self, files: TensorFiles) -> Self:
         """The checkpoint with other tensors: what is found in them is found anew."""
         other = copy.copy(self)
-        for name in ("_by_name", "_layouts", "file_problems"):
+        for name in ("_by_name", "_layouts", "_lost", "file_problems"):
             other.__dict__.pop(name, None)
         other.files = files
         other._findings = {}

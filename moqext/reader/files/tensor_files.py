@@ -168,9 +168,10 @@ class TensorFiles:
         return array
 
     def with_file(self, path: Path, header: Header, names: Iterable[str]) -> Self:
-        """A copy with some tensors of one more file; both share what is open, and closing this one counts."""
+        """A copy with some more tensors of a file; both share what is open, and closing this one counts."""
         more = copy.copy(self)
-        more.files = (*self.files, path)
+        more.__dict__.pop("absent", None)
+        more.files = (*self.files, *([] if path in self.files else [path]))
         more.tensors = MappingProxyType({**self.tensors, **{name: header.tensors[name] for name in names}})
         more._identities = {**self._identities, path: header.identity}
         return more

@@ -24,7 +24,7 @@ from moqext.tools.convert.unread import take_in_unread
 from moqext.tools.repair.cache_names import repair_cache_names
 from moqext.tools.repair.draft import Change, Draft
 from moqext.tools.repair.exclusions import repair_exclusions
-from moqext.tools.repair.file_places import repair_files
+from moqext.tools.repair.file_places import find_misplaced, repair_files
 from moqext.tools.repair.inner_state import repair_inner_state
 from moqext.tools.repair.orders import repair_orders
 from moqext.tools.repair.scale_names import drop_repeated, repair_scale_names
@@ -131,7 +131,8 @@ class RepairPlan:
 
     def _check(self, folder: Path) -> None:
         """Reads what was written, and refuses it where a finding has not ended or an error has come."""
-        with CheckpointReader(folder) as repaired:
+        told = "linear" if self._draft.checkpoint.scale_layout == "linear" else None
+        with CheckpointReader(folder, scale_layout=told) as repaired:
             findings = repaired.findings(block_scales=True)
             problems = (*repaired.file_problems, *findings.all_problems())
         ended = {_identity(problem) for problem in self._solved}
@@ -150,7 +151,7 @@ def plan_repair(checkpoint: CheckpointReader, *, nan_blocks: Literal["keep", "ze
         raise CheckpointError(message, file=checkpoint.file)
     if checkpoint.headers_only or not checkpoint.files.has_weights:
         raise CheckpointError("nothing to repair: no safetensors files", file=checkpoint.directory)
-    checkpoint, _ = take_in_unread(checkpoint)
+    checkpoint, _ = take_in_unread(find_misplaced(checkpoint))
     problems = [*checkpoint.file_problems, *checkpoint.findings(block_scales=True).all_problems()]
     draft = Draft(checkpoint, problems)
     rules: tuple[Callable[[Draft], None], ...] = (

@@ -1,5 +1,9 @@
 """Findings about the files themselves, which end when all tensors are written with a new index."""
 
+from pathlib import Path
+
+from moqext.reader.checkpoint_reader import CheckpointReader
+from moqext.reader.files.tensor_header import read_header
 from moqext.reader.problems import Problem
 from moqext.tools.repair.draft import Draft
 
@@ -12,16 +16,35 @@ _ALWAYS = {
 """Code -> the change that writing the files anew makes."""
 
 
+def find_misplaced(checkpoint: CheckpointReader) -> CheckpointReader:
+    """The checkpoint with tensors that its index looks for in one file, and that one other has."""
+    files = checkpoint.files
+    wanted = set(files.absent)
+    if not wanted:
+        return checkpoint
+    headers = {path: read_header(path) for path in files.files}
+    places: dict[str, list[Path]] = {}
+    for path, header in headers.items():
+        for name in wanted & header.tensors.keys():
+            places.setdefault(name, []).append(path)
+    for path, header in headers.items():
+        if names := [name for name, having in places.items() if having == [path]]:
+            files = files.with_file(path, header, names)
+    return checkpoint.with_files(files)
+
+
 def repair_files(draft: Draft) -> None:
     """Ends what is wrong with places of tensors; tensors that no file has are not made up."""
+    misplaced = {problem.tensor for problem in draft.unsolved("missing_tensor")}
     for problem in draft.unsolved(*_ALWAYS):
         subject = problem.tensor if problem.tensor is not None else _file(problem)
-        draft.solve(problem, _ALWAYS[problem.code], subject)
+        only = problem.code == "duplicate_tensor" and problem.tensor in misplaced
+        draft.solve(problem, "the only one is written" if only else _ALWAYS[problem.code], subject)
     for problem in draft.unsolved("missing_tensor"):
         if (info := draft.checkpoint.tensors.get(problem.tensor or "")) is not None:
             draft.solve(problem, f"the new index names {info.file.name}, which has it")
         else:
-            draft.refuse(problem, "no file has it")
+            draft.refuse(problem, "none of the other files has it, or two of them have")
     _take_in(draft)
 
 

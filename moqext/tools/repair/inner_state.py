@@ -14,8 +14,11 @@ from moqext.reader.problems import Problem
 from moqext.tools.repair.draft import Draft, plain_rows, row_ranges
 
 _SCALE, _SECOND = ".weight_quantizer._scale", ".weight_quantizer._double_scale"
-_DROPPED = ("_amax", "_scale", "_double_scale", "_global_amax")
-"""Last parts of names whose values nothing needs once the scales are there."""
+_DROPPED = {
+    "weight_quantizer": ("weight_scale", ("_amax", "_scale", "_double_scale", "_global_amax")),
+    "input_quantizer": ("input_scale", ("_amax",)),
+}
+"""Quantizer -> the scale of a layer, and tensors of the quantizer that nothing needs where that scale is."""
 
 _GROUPS = (16, 32)
 """Weights of a block, in formats with two levels of scales."""
@@ -34,8 +37,10 @@ def repair_inner_state(draft: Draft) -> None:
     wanted = {problem.layer for problem in draft.unsolved("partial_scales", "conflicting_tensors")}
     for problem in draft.unsolved("leftover_tensor"):
         tensor = problem.tensor or ""
-        module = tensor.partition(".weight_quantizer.")[0]
-        if not tensor.endswith(_DROPPED):
+        outer, _, part = tensor.rpartition(".")
+        module, _, quantizer = outer.rpartition(".")
+        scale, parts = _DROPPED.get(quantizer, ("", ()))
+        if part not in parts or f"{module}.{scale}" not in draft.checkpoint.tensors:
             draft.refuse(problem, "whether the result needs it is not known")
         elif module not in wanted:
             if draft.outputs.get(tensor) is not None and draft.outputs[tensor].name == tensor:

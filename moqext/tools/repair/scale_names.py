@@ -12,8 +12,10 @@ _SPELLED = ("weight_scale_inv", "scale_weight", "scale")
 def drop_repeated(draft: Draft) -> None:
     """Leaves out the second of two tensors with one role and one value."""
     for problem in draft.unsolved("repeated_scale"):
-        draft.drop(problem.tensor or "")
-        draft.solve(problem, f"left out: {problem.message}", problem.tensor)
+        tensor = problem.tensor or ""
+        if tensor in draft.outputs and draft.outputs[tensor].name == tensor:
+            draft.drop(tensor)
+        draft.solve(problem, f"written once: {problem.message}", tensor)
 
 
 def repair_scale_names(draft: Draft) -> None:
