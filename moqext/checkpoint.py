@@ -228,9 +228,9 @@ class Checkpoint(CheckpointReader):
         """Finds what can be mended in a damaged checkpoint, and writes nothing yet.
 
         `plan.changes` lists every change, `plan.left` what stays and why, and `plan.write(out)` writes the
-        checkpoint. Whatever the data does not decide is left; with an error left, nothing is written. Codes
-        of weights stay but under scales that are mended themselves. A checkpoint opened with `scale_layout`
-        or `nibbles` is written in ModelOpt's order.
+        checkpoint while this one is open. Whatever the data does not decide is left; with an error left,
+        nothing is written. Codes of weights stay but where the damage is in them. A checkpoint opened with
+        `scale_layout` or `nibbles` is written in ModelOpt's order.
 
         Args:
             nan_blocks: of blocks whose scale is NaN over codes that stand for NaN: "keep" refuses them,

@@ -15,6 +15,7 @@ from typing import Literal
 from moqext.errors import CheckpointError
 from moqext.reader.checkpoint_reader import CheckpointReader, Progress
 from moqext.reader.files.tensor_files import INDEX_FILE, SINGLE_FILE
+from moqext.reader.formats.layouts import ScaleLayout
 from moqext.reader.problems import Problem
 from moqext.tools.convert.files import other_files
 from moqext.tools.convert.jobs import Job
@@ -131,7 +132,8 @@ class RepairPlan:
 
     def _check(self, folder: Path) -> None:
         """Reads what was written, and refuses it where a finding has not ended or an error has come."""
-        told = "linear" if self._draft.checkpoint.scale_layout == "linear" else None
+        said = self._draft.checkpoint.scale_layout
+        told: ScaleLayout | None = "linear" if said == "linear" else None
         with CheckpointReader(folder, scale_layout=told) as repaired:
             findings = repaired.findings(block_scales=True)
             problems = (*repaired.file_problems, *findings.all_problems())
