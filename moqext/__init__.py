@@ -41,6 +41,7 @@ from moqext.reader.config.quant_config import Conflict, LayerQuant, QuantConfig,
 from moqext.reader.problems import Problem
 from moqext.reader.records import KVRecord, LayerRecord, Projection
 from moqext.tools.convert import Conversion
+from moqext.tools.repair import Repair, RepairPlan
 from moqext.variables import check_variables
 
 __version__: str = _C.build_info()["version"]
@@ -67,6 +68,8 @@ __all__ = [
     "Problem",
     "Projection",
     "QuantConfig",
+    "Repair",
+    "RepairPlan",
     "Timing",
     "UnsupportedQuantization",
     "__version__",

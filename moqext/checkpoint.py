@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable
-from typing import overload
+from typing import Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from moqext.reader.files.untrusted import expand_home
 from moqext.reader.records import LayerRecord, Projection
 from moqext.tools.convert import MAX_SHARD_SIZE, Conversion, convert_checkpoint
 from moqext.tools.convert.plan import Experts
+from moqext.tools.repair import RepairPlan, plan_repair
 
 
 class Checkpoint(CheckpointReader):
@@ -222,3 +223,21 @@ class Checkpoint(CheckpointReader):
             max_shard_size=max_shard_size,
             progress=progress,
         )
+
+    def plan_repair(self, *, nan_blocks: Literal["keep", "zero"] = "keep") -> RepairPlan:
+        """Finds what can be mended in a damaged checkpoint, and writes nothing yet.
+
+        `plan.changes` lists every change, `plan.left` what stays and why, and `plan.write(out)` writes the
+        checkpoint while this one is open. Whatever the data does not decide is left; with an error left,
+        nothing is written. Codes of weights stay but where the damage is in them. A checkpoint opened with
+        `scale_layout` or `nibbles` is written in ModelOpt's order.
+
+        Args:
+            nan_blocks: of blocks whose scale is NaN over codes that stand for NaN: "keep" refuses them,
+                since they may have been zeros or too large; "zero" takes them for zeros.
+
+        Raises:
+            CheckpointError: one file alone was opened, there are no weights, or a file is malformed.
+            ValueError: `nan_blocks` is none of these.
+        """
+        return plan_repair(self, nan_blocks=nan_blocks)

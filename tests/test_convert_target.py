@@ -127,7 +127,7 @@ def test_a_conversion_that_runs_keeps_its_folder(source, tmp_path):
 
     def again(done, total, name):
         if not refused:
-            with pytest.raises(moqext.CheckpointError, match="another conversion is writing to it") as caught:
+            with pytest.raises(moqext.CheckpointError, match="another command is writing to it") as caught:
                 source.convert(out, overwrite=True)
             refused.append(caught)
 
@@ -169,7 +169,7 @@ def test_a_source_whose_links_lead_to_the_target_is_refused(data, old, tmp_path)
 def test_a_source_in_the_target_is_refused(data, tmp_path):
     inner = Path(shutil.copytree(data / "exports/fp8_kvcast", tmp_path / "out/in"))
     (tmp_path / "alias").symlink_to(tmp_path / "out")
-    with pytest.raises(moqext.CheckpointError, match="the checkpoint that is converted lies in it"):
+    with pytest.raises(moqext.CheckpointError, match="the checkpoint that is read lies in it"):
         moqext.Checkpoint(inner).convert(tmp_path / "alias", overwrite=True)
 
 

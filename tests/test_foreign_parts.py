@@ -184,7 +184,7 @@ def test_one_scale_of_keys_and_values(rng: Any, tmp_path: Path) -> None:
     with Checkpoint(directory) as checkpoint:
         (record,) = checkpoint.kv_scales()
         assert record.values == {"k_scale": 0.5, "v_scale": 0.5}
-        assert record.problems == ()
+        assert [problem.code for problem in record.problems] == ["old_kv_scale_name"]
 
 
 def test_keys_that_are_the_values_have_one_scale(rng: Any, tmp_path: Path) -> None:

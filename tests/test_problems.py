@@ -5,7 +5,7 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import pytest
 import moqext
 from moqext.reader.files.tensor_files import TensorFiles
 from moqext.reader.findings.find_layers import find_layers
-from moqext.reader.problems import CODES, SEVERITIES, Problem, make_problem, worst_severity
+from moqext.reader.problems import CODES, SEVERITIES, Problem, Repair, make_problem, worst_severity
 
 from .work import each
 
@@ -722,6 +722,36 @@ CASES = [
     Case("kv_scales_absent", "llama_fp8_kvfp8", _drop(f"{K}.k_scale", f"{V}.v_scale"), None),
     Case("kv_scales_unannounced", "llama_fp8_kvfp8", _reconfigure(kv_cache_quant_algo=None), None),
     Case("kv_scales_one", "llama_fp8_kvfp8", _kv_ones, ATTENTION),
+    Case(
+        "old_kv_scale_name",
+        "llama_fp8_kvfp8",
+        lambda m: (m.rename(f"{K}.k_scale", f"{ATTENTION}.kv_scale"), _drop(f"{V}.v_scale")(m)),
+        ATTENTION,
+        f"{ATTENTION}.kv_scale",
+    ),
+    Case(
+        "old_kv_scale_name",
+        "llama_fp8_kvfp8",
+        lambda m: [m.rename(f"{name}.{name[-6]}_scale", f"{name}.output_scale") for name in (K, V)],
+        ATTENTION,
+        f"{V}.output_scale",
+        count=2,
+    ),
+    Case(
+        "old_kv_scale_name",
+        "llama_fp8_kvfp8",
+        lambda m: m.rename(f"{V}.v_scale", f"{ATTENTION}.qkv_proj.v_scale"),
+        ATTENTION,
+        f"{ATTENTION}.qkv_proj.v_scale",
+    ),
+    Case(
+        "conflicting_tensors",
+        "llama_nvfp4_kvfp8",
+        _add(f"{K}.weight_quantizer._double_scale", "F32", np.array(1e-5, np.float32)),
+        K,
+        f"{K}.weight_quantizer._double_scale",
+        others=("leftover_tensor",),
+    ),
     Case("kv_bias", "nvfp4_kvaffine", lambda m: None, ATTENTION, f"{K}.k_bias", count=2),
     Case("kv_scale_in_vision", "llama_fp8_kvfp8", _kv_of_vision, None, "visual.blocks.3.attn.k_proj.k_scale"),
 ]
@@ -795,8 +825,9 @@ def test_every_code_is_brought_about():
 
 
 def test_problems_have_the_severity_of_the_table():
-    for code, (severity, meaning) in CODES.items():
+    for code, (severity, meaning, repair) in CODES.items():
         assert severity in SEVERITIES
+        assert repair in get_args(Repair)
         assert meaning.endswith(".")
         assert make_problem(code, "m", layer="l", tensor="t") == Problem(code, severity, "l", "t", "m")
 
@@ -833,11 +864,12 @@ def test_messages_name_values(genuine):
 
 
 def test_documentation_has_the_table(request):
-    """docs/problems.md lists every code with its severity and meaning, in order."""
+    """docs/problems.md lists every code with severity, meaning and whether it is repaired, in order."""
     text = (request.config.rootpath / "docs" / "problems.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    assert [tuple(row[:3]) for row in rows] == [
-        (f"`{code}`", severity, meaning) for code, (severity, meaning) in CODES.items()
+    assert rows == [
+        [f"`{code}`", severity, meaning, *([] if repair == "no" else [repair])]
+        for code, (severity, meaning, repair) in CODES.items()
     ]
 
 

@@ -10,8 +10,12 @@ from moqext.reader.files.places import NO_CHECKPOINT
 from moqext.reader.records import Findings
 
 
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments that name a checkpoint; `open_checkpoint` takes them."""
+def add_checkpoint(parser: argparse.ArgumentParser, *, whole: bool = False) -> None:
+    """Declares the arguments that name a checkpoint, or one that is `whole`; `open_checkpoint` takes them."""
+    if whole:
+        parser.add_argument("directory", help="a ModelOpt checkpoint, or org/name[@revision] on the Hub")
+        parser.set_defaults(file=None)
+        return
     parser.add_argument(
         "directory",
         help="a ModelOpt checkpoint, one .safetensors file, or org/name[@revision] on the Hugging Face Hub",

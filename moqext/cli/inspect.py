@@ -229,7 +229,8 @@ def as_text(
         return [*lines, "Problems: none"]
     worst = worst_severity(list(problems))
     lines.append(text.Line(f"Problems: {problem_list.counts(problems)}", worst))
-    return [*lines, *problem_list.as_text(problems, columns, every=all_problems)]
+    lines += problem_list.as_text(problems, columns, every=all_problems)
+    return [*lines, *problem_list.repair_hint(problems, columns)]
 
 
 def _header(checkpoint: Checkpoint, columns: int | None) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moqext.cli import text
-from moqext.reader.problems import SEVERITIES, Problem
+from moqext.reader.problems import CODES, SEVERITIES, Problem
 
 EXAMPLES = 2
 """Problems of one code that are shown where not every one is asked for."""
@@ -20,6 +20,7 @@ def as_data(problems: Sequence[Problem]) -> list[dict[str, Any]]:
             "layer": problem.layer,
             "tensor": problem.tensor,
             "message": problem.message,
+            "repair": CODES[problem.code].repair,
         }
         for problem in problems
     ]
@@ -54,3 +55,17 @@ def sentence(problem: Problem) -> str:
     """Place and text of the problem."""
     where = problem.layer or problem.tensor
     return f"{where}: {problem.message}" if where else problem.message
+
+
+def repair_hint(problems: Sequence[Problem], columns: int | None) -> list[text.Line]:
+    """Lines that name `moqext repair` and the codes that it ends; none where it ends none."""
+    codes = dict.fromkeys(problem.code for problem in problems)
+    always = [code for code in codes if CODES[code].repair == "yes"]
+    perhaps = [code for code in codes if CODES[code].repair == "if"]
+    told = [", ".join(always)] if always else []
+    told += [f"where the files tell how: {', '.join(perhaps)}"] if perhaps else []
+    if not told:
+        return []
+    return [
+        text.Line(line) for line in text.wrap(f"`moqext repair` mends {'; '.join(told)}", columns, indent=2)
+    ]

@@ -175,7 +175,8 @@ class Report:
         )
         lines = text.wrap(f"Problems: {problem_list.counts(self.problems)}{others}", columns)
         heading = [text.Line(line, "error" if self.errors else None) for line in lines]
-        return heading + problem_list.as_text(self.errors, columns, every=True)
+        errors = problem_list.as_text(self.errors, columns, every=True)
+        return [*heading, *errors, *problem_list.repair_hint(self.problems, columns)]
 
     def _summary(self, device: str, seed: int, dtype: str, columns: int | None) -> list[text.Line]:
         """Lines with the fate of the layers and its reasons, the share of the weights, and the verdict."""

@@ -23,7 +23,7 @@ from moqext.reader.files.untrusted import open_file, parse_object, type_name
 from moqext.reader.findings.completeness import find_missing_layers
 from moqext.reader.findings.find_layers import find_layers
 from moqext.reader.formats.layout_marks import mark_layouts
-from moqext.reader.formats.layouts import Layouts, Nibbles, ScaleLayout, check_options, find_layouts
+from moqext.reader.formats.layouts import Layout, Layouts, Nibbles, ScaleLayout, check_options, find_layouts
 from moqext.reader.formats.scale_values import BLOCK_SCALES_READ, block_scale_bytes
 from moqext.reader.naming import KV_ROLES, near_names, parse_tensor_name
 from moqext.reader.problems import Problem
@@ -133,7 +133,7 @@ class CheckpointReader:
     def with_files(self, files: TensorFiles) -> Self:
         """The checkpoint with other tensors: what is found in them is found anew."""
         other = copy.copy(self)
-        for name in ("_by_name", "_layouts", "file_problems"):
+        for name in ("_by_name", "_layouts", "_lost", "file_problems"):
             other.__dict__.pop(name, None)
         other.files = files
         other._findings = {}
@@ -147,6 +147,11 @@ class CheckpointReader:
         `files.tensors` has all as they are in the files.
         """
         return self._layouts.tensors
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Weights whose block scales could be swizzled -> how they and the codes lie in the files."""
+        return self._layouts.by_module
 
     @cached_property
     def _layouts(self) -> Layouts:

@@ -50,9 +50,15 @@ _ROLES: dict[str, Role] = {
     "v_scale": "v_scale",
     "q_scale": "q_scale",
     "kv_scale": "kv_scale",
+    "kv_cache_scaling_factor": "kv_scale",
     "k_bias": "k_bias",
     "v_bias": "v_bias",
 }
+_OLD_CACHE_ROLES: dict[tuple[str, str], Role] = {
+    ("k_proj", "output_scale"): "k_scale",
+    ("v_proj", "output_scale"): "v_scale",
+}
+"""Names of a linear and of a scale of its output, as of compressed-tensors before 0.6 -> role."""
 KV_ROLES = frozenset(("k_scale", "v_scale", "q_scale", "kv_scale", "k_bias", "v_bias"))
 
 _NAMES = _C.names()
@@ -118,6 +124,8 @@ def parse_tensor_name(name: str) -> Named | None:
     """
     module, _, last = name.rpartition(".")
     role = _ROLES.get(last)
+    if role is None and last == "output_scale":
+        role = _OLD_CACHE_ROLES.get((module.rpartition(".")[2], last))
     if role is not None and module:
         return Named(module, role, last)
     if "quantizer" in name:
@@ -158,6 +166,12 @@ def attention_of(module: str) -> str:
     """The attention module that a cache scale belongs to: the module itself, or the parent of its k_proj."""
     match = _ATTENTION_CHILD.fullmatch(module)
     return match["attention"] if match else module
+
+
+def is_old_cache_name(tensor: str) -> bool:
+    """Whether a cache scale has a name that earlier exporters or other tools gave it."""
+    module, _, last = tensor.rpartition(".")
+    return last in ("kv_scale", "kv_cache_scaling_factor", "output_scale") or module.endswith(".qkv_proj")
 
 
 def is_embedding(module: str) -> bool:

@@ -12,6 +12,9 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """Worst first."""
 
+Repair = Literal["yes", "if", "no"]
+"""Whether `moqext repair` ends a finding: always, where the files tell how, or never."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -38,32 +41,33 @@ class Code(NamedTuple):
 
     severity: Severity
     meaning: str
+    repair: Repair = "no"
 
 
 CODES: dict[str, Code] = {
     # The files.
     "missing_shard": Code("error", "A file that the index, or the number of another one, promises is gone."),
     "unreadable_shard": Code("error", "A file that the index names cannot be read, or is damaged."),
-    "missing_tensor": Code("error", "The index places a tensor in a file that does not hold it."),
+    "missing_tensor": Code("error", "The index places a tensor in a file that does not hold it.", "if"),
     "missing_layers": Code("error", "config.json counts more layers than there are tensors of."),
-    "index_ignored": Code("warning", "An index beside a single file; the index is not read."),
+    "index_ignored": Code("warning", "An index beside a single file; the index is not read.", "yes"),
     "no_weights": Code("note", "The directory has no safetensors files."),
     "unread_files": Code("note", "Safetensors files that are no part of the checkpoint; they are not read."),
     "unread_tensors": Code(
-        "warning", "A safetensors file with tensors that no file which is read has; they are lost."
+        "warning", "A safetensors file with tensors that no file which is read has; they are lost.", "if"
     ),
-    "hole": Code("note", "Bytes of a file that no tensor covers."),
-    "duplicate_tensor": Code("note", "A tensor is in several files; the one the index names counts."),
-    "unindexed_tensor": Code("note", "A tensor is in a file, but not in the index."),
+    "hole": Code("note", "Bytes of a file that no tensor covers.", "yes"),
+    "duplicate_tensor": Code("note", "A tensor is in several files; the one the index names counts.", "yes"),
+    "unindexed_tensor": Code("note", "A tensor is in a file, but not in the index.", "yes"),
     "unreadable_dtype": Code("note", "A tensor of a data type that cannot be handed out."),
     "no_quant_config": Code(
         "warning", "Quantized tensors, and no configuration that says how they are meant."
     ),
-    "config_conflict": Code("warning", "The two configuration files of the checkpoint disagree."),
+    "config_conflict": Code("warning", "The two configuration files of the checkpoint disagree.", "if"),
     "config_note": Code("note", "How a field of the configuration was understood."),
     "listed_module_missing": Code("note", "`quantized_layers` names a module that no tensor belongs to."),
     "regex_exclusion": Code(
-        "warning", "An exclusion is a regular expression of another producer; here it matches nothing."
+        "warning", "An exclusion is a regular expression of another producer; here it matches nothing.", "yes"
     ),
     # Configuration against tensors. The stored tensors decide.
     "algo_conflict": Code(
@@ -74,13 +78,13 @@ CODES: dict[str, Code] = {
     ),
     "ambiguous_rule": Code("warning", "The parts that a fused name stands for are configured differently."),
     "excluded_but_quantized": Code(
-        "warning", "The configuration excludes the layer, but it is stored quantized."
+        "warning", "The configuration excludes the layer, but it is stored quantized.", "if"
     ),
     "unlisted_but_quantized": Code(
-        "note", "No rule of the configuration covers the layer; it is stored quantized."
+        "note", "No rule of the configuration covers the layer; it is stored quantized.", "if"
     ),
     "stored_unquantized": Code(
-        "note", "The configuration quantizes the layer, but it is stored unquantized."
+        "note", "The configuration quantizes the layer, but it is stored unquantized.", "if"
     ),
     "mixed_fused_formats": Code(
         "warning", "Projections that engines fuse have different formats: they load one by one, never fused."
@@ -89,7 +93,7 @@ CODES: dict[str, Code] = {
     # Tensors that are missing, misshapen or too many.
     "missing_weight": Code("error", "Scales of a layer without its weight."),
     "missing_scale": Code("error", "A scale without which the weight means nothing is not in the file."),
-    "partial_scales": Code("error", "Block scales are fewer than the format has: the others are lost."),
+    "partial_scales": Code("error", "Block scales are fewer than the format has: the others are lost.", "if"),
     "missing_expert": Code("error", "An expert, or one of its projections, is not in the file."),
     "missing_linear": Code(
         "error", "A linear that the layers or linears beside it call for is not in the file."
@@ -102,19 +106,19 @@ CODES: dict[str, Code] = {
     "unknown_format": Code("error", "A quantized weight in no format that is known."),
     "unexpected_tensor": Code("error", "A tensor that changes the result, in a format that has none such."),
     "conflicting_tensors": Code(
-        "error", "A tensor of a layer is stored twice, under two names, and the two differ."
+        "error", "A tensor of a layer is stored twice, under two names, and the two differ.", "if"
     ),
-    "repeated_scale": Code("note", "A scale is stored twice, under two names, with one value."),
+    "repeated_scale": Code("note", "A scale is stored twice, under two names, with one value.", "yes"),
     "scales_on_unquantized": Code(
         "warning", "Scales beside a weight that is stored unquantized; they are ignored."
     ),
     "unowned_tensor": Code("warning", "A scale or quantized tensor that belongs to no layer."),
     "name_too_long": Code("error", "A tensor name of more than 4095 bytes; it belongs to no layer."),
     "leftover_tensor": Code(
-        "note", "A tensor of the quantizer's inner state that the export left behind; ignored."
+        "note", "A tensor of the quantizer's inner state that the export left behind; ignored.", "if"
     ),
     "foreign_scale_name": Code(
-        "note", "The weight scale is stored under another producer's name; it multiplies too."
+        "note", "The weight scale is stored under another producer's name; it multiplies too.", "if"
     ),
     "clipped_blocks": Code(
         "error", "128x128 block scales that the producer computed for other blocks: the codes are damaged."
@@ -124,17 +128,17 @@ CODES: dict[str, Code] = {
     ),
     # The order in which scales and codes are stored.
     "swizzled_scales": Code(
-        "note", "Block scales are stored in the 128 x 4 order of cuBLAS; they are read right."
+        "note", "Block scales are stored in the 128 x 4 order of cuBLAS; they are read right.", "if"
     ),
     "exchanged_nibbles": Code(
-        "note", "The even column is in the high half of a byte, as ComfyUI stores it; it is read right."
+        "note", "The even column is in the high half of a byte, as ComfyUI stores it; it is read right.", "if"
     ),
     "doubtful_scale_layout": Code(
         "error", "Block scales whose values look stored in another order than the file says, or leaves open."
     ),
     "foreign_layout": Code("error", "The file says that a layer is stored in a form that is not read here."),
     # Values of scales.
-    "scale_not_finite": Code("error", "A scale is NaN or infinite."),
+    "scale_not_finite": Code("error", "A scale is NaN or infinite.", "if"),
     "scale_negative": Code("error", "A scale is negative."),
     "scale_zero": Code("error", "An activation or cache scale is zero: quantizing would divide by it."),
     "scale_tiny": Code(
@@ -151,7 +155,7 @@ CODES: dict[str, Code] = {
         "A weight's scale is so large that no model has such weights: perhaps its reciprocal is meant.",
     ),
     "all_zero_layer": Code(
-        "note", "The weight's scale is zero, and so is every code, or it is NaN: a layer of zeros."
+        "note", "The weight's scale is zero, and so is every code, or it is NaN: a layer of zeros.", "yes"
     ),
     "zero_blocks": Code("note", "Some block or row scales are zero: those weights are zero."),
     "missing_input_scale": Code(
@@ -185,6 +189,9 @@ CODES: dict[str, Code] = {
     ),
     "kv_scales_one": Code(
         "note", "Every cache scale is exactly 1.0: clamped by the producer, or not calibrated."
+    ),
+    "old_kv_scale_name": Code(
+        "note", "A cache scale has a name of earlier exporters or other tools; it is read.", "yes"
     ),
     "kv_scales_per_head": Code(
         "note", "Cache scales of each head: weights do not need them, and engines have one for all heads."

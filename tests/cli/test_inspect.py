@@ -319,6 +319,7 @@ def test_json_of_problems_and_of_some_layers(inspect, data):
         "layer": "model.layers.0.self_attn",
         "tensor": None,
         "message": report["problems"][0]["message"],
+        "repair": "no",
     }
 
 

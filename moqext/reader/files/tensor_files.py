@@ -86,6 +86,7 @@ class TensorFiles:
         index: the index file that was followed, or None.
         named: every tensor the index names, with its file, there or not; empty without an index.
         metadata: the free text entries of the header of each file.
+        lost: files that are not read -> tensors in them that no other file has.
         problems: what was found wrong or odd that is no reason to refuse the directory.
 
     Several threads may read at once, and one may close while others read. A file that was replaced, cut or
@@ -118,7 +119,7 @@ class TensorFiles:
         self.metadata = {path: header.metadata for path, header in headers.items()}
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._merge(headers))
         self._report_missing(headers)
-        self._report_unread()
+        self.lost: Mapping[Path, tuple[str, ...]] = MappingProxyType(dict(self._report_unread()))
         self.problems: tuple[Problem, ...] = tuple(self._problems)
 
     @property
@@ -167,9 +168,10 @@ class TensorFiles:
         return array
 
     def with_file(self, path: Path, header: Header, names: Iterable[str]) -> Self:
-        """A copy with some tensors of one more file; both share what is open, and closing this one counts."""
+        """A copy with some more tensors of a file; both share what is open, and closing this one counts."""
         more = copy.copy(self)
-        more.files = (*self.files, path)
+        more.__dict__.pop("absent", None)
+        more.files = (*self.files, *([] if path in self.files else [path]))
         more.tensors = MappingProxyType({**self.tensors, **{name: header.tensors[name] for name in names}})
         more._identities = {**self._identities, path: header.identity}
         return more
@@ -321,8 +323,8 @@ class TensorFiles:
             message = f"the index says it is in {self.named[name].name}, {found}"
             self._report("missing_tensor", message, name)
 
-    def _report_unread(self) -> None:
-        """Files that are not read, and have tensors that are in no other."""
+    def _report_unread(self) -> Iterator[tuple[Path, tuple[str, ...]]]:
+        """Files that are not read, with their tensors that are in no other."""
         for path in self._unread:
             try:
                 names = read_header(path).tensors
@@ -334,6 +336,7 @@ class TensorFiles:
                 why = f"{self.index.name} does not name it" if self.index else f"{SINGLE_FILE} is beside it"
                 message = f"{path.name} has {lost[0]}{others}, and is not read: {why}"
                 self._report("unread_tensors", message)
+                yield path, tuple(lost)
 
     def _report_gaps(self, names: Iterable[str]) -> None:
         """Numbered files of which some are not there, where no index tells."""

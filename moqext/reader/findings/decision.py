@@ -103,6 +103,20 @@ def check_leaked_scales(module: str, roles: Mapping[str, str], inventory: Invent
         yield make_problem("partial_scales", message, layer=module, tensor=roles["weight_scale"])
 
 
+def check_leaked_second(
+    module: str, roles: Mapping[str, str], inventory: Inventory, scales: Scales
+) -> Iterator[Problem]:
+    """The problem of a second-level scale that differs from the one in the quantizer's inner state."""
+    name = f"{module}.weight_quantizer._double_scale"
+    kept = roles.get("weight_scale_2")
+    if name in inventory.tensors and kept is not None and scales.are_equal(kept, name) is False:
+        message = (
+            f"differs from {kept}: before ModelOpt 0.46, exports of compressed weights wrote the block "
+            "scales of one beside the other"
+        )
+        yield make_problem("conflicting_tensors", message, layer=module, tensor=name)
+
+
 def _group_size(algo: str, stored: Stored) -> int | None:
     """The group size of the tensors; that of the algorithm for one scale [1, 1] of a weight of one block."""
     facts = ALGORITHMS.get(algo)

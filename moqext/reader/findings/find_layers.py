@@ -14,7 +14,12 @@ from typing import Any
 from moqext._C import NAME_LIMIT
 from moqext.algorithms import ALGORITHMS
 from moqext.reader.config.quant_config import Conflict, QuantConfig
-from moqext.reader.findings.decision import ask, check_leaked_scales, check_repeats
+from moqext.reader.findings.decision import (
+    ask,
+    check_leaked_scales,
+    check_leaked_second,
+    check_repeats,
+)
 from moqext.reader.findings.expert_counts import ExpertCounts
 from moqext.reader.findings.experts import find_expert_groups, find_stacked_groups
 from moqext.reader.findings.fused import find_fused_problems
@@ -132,6 +137,7 @@ def _linear(
     if scales.are_read:
         problems += check_scales(module, decision.quant_algo, roles, scales, decision.group_size)
     problems += check_repeats(module, inventory, scales)
+    problems += check_leaked_second(module, roles, inventory, scales)
     return LayerRecord(
         name=module,
         kind=kind,

@@ -14,6 +14,9 @@ _SCALE_NAME = re.compile(
 )
 """Names of scales of quantization; parameters of models end in `_scale` too, as `correct_output_scale`."""
 
+_FOREIGN = ("weight_scale_inv", "scale", "scale_weight", "output_scale", "kv_cache_scaling_factor")
+"""Last parts of names that other producers gave to scales."""
+
 
 class Inventory:
     """The tensors of a checkpoint by module and role.
@@ -54,7 +57,7 @@ class Inventory:
         if role == "leftover":
             self.leftovers.append(name)
             return
-        if part in ("weight_scale_inv", "scale", "scale_weight"):
+        if part in _FOREIGN:
             self.foreign[name] = part
         roles = (self.kv if role in KV_ROLES else self.modules)[module]
         other = roles.setdefault(role, name)

@@ -2,7 +2,8 @@
 
 They are stored beside the attention's linears (`<attention>.k_proj.k_scale`), even where it has no such
 linear (MLA, fused qkv), or on the attention itself (`<attention>.k_scale`). In both places they have to be
-equal. Older files have one `kv_scale` for both. A quantized cache without any scale is normal: 1.0.
+equal. Older files have one `kv_scale` for both, or an `output_scale` beside each of the two linears. A
+quantized cache without any scale is normal: 1.0.
 """
 
 from collections import defaultdict
@@ -14,7 +15,7 @@ from moqext.reader.findings.decision import compare_repeated
 from moqext.reader.findings.inventory import Inventory
 from moqext.reader.formats.scale_values import Scales, check_divisor
 from moqext.reader.formats.stored import FLOATS
-from moqext.reader.naming import attention_of, is_vision, name_pattern
+from moqext.reader.naming import attention_of, is_old_cache_name, is_vision, name_pattern
 from moqext.reader.problems import Problem, make_problem
 from moqext.reader.records import KVRecord
 
@@ -74,6 +75,7 @@ def _record(name: str, found: Mapping[str, list[str]], inventory: Inventory, sca
                 problems += check_divisor(name, tensor, value)
                 if value.size == 1:
                     values[role] = value.item()
+    problems += _note_old_names(name, found)
     for here, other in (("k_scale", "v_scale"), ("v_scale", "k_scale")):
         if here in roles and other not in roles and not _has_one_projection(name, inventory):
             message = f"{other} is missing; {here} stands for both"
@@ -83,6 +85,17 @@ def _record(name: str, found: Mapping[str, list[str]], inventory: Inventory, sca
             message = f"an affine cache: {role} is subtracted before quantizing"
             problems.append(make_problem("kv_bias", message, layer=name, tensor=roles[role]))
     return KVRecord(name, roles, tuple(problems), values)
+
+
+def _note_old_names(name: str, found: Mapping[str, list[str]]) -> list[Problem]:
+    """The notes on scales under names that not every engine knows."""
+    tensors = dict.fromkeys(tensor for role in _SCALES for tensor in found.get(role, ()))
+    message = "ModelOpt's names are those of k_proj.k_scale and v_proj.v_scale"
+    return [
+        make_problem("old_kv_scale_name", message, layer=name, tensor=tensor)
+        for tensor in tensors
+        if is_old_cache_name(tensor)
+    ]
 
 
 def _note_heads(name: str, role: str, tensor: str, count: int) -> list[Problem]:

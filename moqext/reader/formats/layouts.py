@@ -46,6 +46,7 @@ class Layout(NamedTuple):
         nibbles: "low" or "high", the half of a byte that holds the even column.
         evidence: what tells so, in words; empty where nothing does.
         is_open: whether the shape fits both orders and no option decides.
+        is_marked: whether a marker of ComfyUI belongs to it, whose readers expect the order that it tells.
     """
 
     scale: str
@@ -55,6 +56,7 @@ class Layout(NamedTuple):
     nibbles: Nibbles = "low"
     evidence: str = ""
     is_open: bool = False
+    is_marked: bool = False
 
 
 @dataclass
@@ -155,7 +157,11 @@ def find_layouts(
             )
         is_packed = tensors[layout.weight].dtype == "U8"
         found[module] = layout._replace(
-            scale_layout=order, nibbles=high if is_packed else "low", evidence=evidence, is_open=is_open
+            scale_layout=order,
+            nibbles=high if is_packed else "low",
+            evidence=evidence,
+            is_open=is_open,
+            is_marked=marker is not None,
         )
     infos = _plain_infos(tensors, found, markers.tensors)
     return Layouts(found, infos, tuple(markers.problems), forms)

@@ -6,9 +6,8 @@ files get a temporary folder in the target directory and change places with thos
 """
 
 import os
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -21,9 +20,9 @@ from moqext.tools.convert.files import INDEX_FILE, config_dtype, other_files, pl
 from moqext.tools.convert.fp8 import LayerError, Requantizer, configurations
 from moqext.tools.convert.jobs import Job
 from moqext.tools.convert.plan import Experts, Plan, make_plan, split
+from moqext.tools.convert.shards import index_of, write_shards
 from moqext.tools.convert.staging import Contents, Staging
 from moqext.tools.convert.unread import take_in_unread
-from moqext.tools.convert.writer import TensorWriter
 
 TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8": "F8_E4M3"}
 """Names of the targets -> the type of the weights as the format spells it."""
@@ -83,8 +82,8 @@ def convert_checkpoint(
     keep_cache = to == "fp8" and _cache_algo(checkpoint) is not None
     refuse_errors(checkpoint, keep_cache=keep_cache)
     alone = checkpoint.file is not None  # beside one file of several may be anything
-    checkpoint, told = (checkpoint, []) if alone else take_in_unread(checkpoint)
-    if told:
+    checkpoint, taken = (checkpoint, []) if alone else take_in_unread(checkpoint)
+    if taken:
         refuse_errors(checkpoint, keep_cache=keep_cache)
     plan, documents, errors = _plan_fp8(checkpoint) if to == "fp8" else _plan_plain(checkpoint, to, experts)
     if alone and Path(out).resolve() == checkpoint.directory.resolve():
@@ -101,16 +100,15 @@ def convert_checkpoint(
     )
     with Staging(out, contents, overwrite=overwrite) as staging:
         begin = time.perf_counter()
-        _write(shards, staging, progress)
+        places = write_shards(shards, staging, progress)
         seconds = time.perf_counter() - begin
-        for name, path in copied.items():
-            target = staging.folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+        for name in index:
+            staging.write_json(name, index_of(places, sum(job.nbytes for job in plan.jobs)))
+        staging.copy(copied)
         for name, document in documents.items():
             staging.write_json(name, document)
         staging.publish()
-    notes = [*told, *plan.notes]
+    notes = [*(each.note for each in taken), *plan.notes]
     if left_out:
         notes.append(f"files not copied: {', '.join(left_out)}")
     return Conversion(
@@ -202,22 +200,3 @@ def _name_shards(shards: Sequence[Sequence[Job]]) -> dict[str, Sequence[Job]]:
     return {
         f"model-{number:05}-of-{len(shards):05}.safetensors": jobs for number, jobs in enumerate(shards, 1)
     }
-
-
-def _write(shards: Mapping[str, Sequence[Job]], staging: Staging, progress: Progress | None) -> None:
-    """Writes the files and, for several, the index."""
-    total = sum(job.nbytes for jobs in shards.values() for job in jobs)
-    done = 0
-    places: dict[str, str] = {}
-    for file, jobs in shards.items():
-        specs = [spec for job in jobs for spec in job.tensors]
-        places.update((spec.name, file) for spec in specs)
-        with TensorWriter(staging.folder / file, specs, {"format": "pt"}) as writer:
-            for job in jobs:
-                for name, values in job.produce():
-                    done += writer.append(name, values)
-                    if progress is not None:
-                        progress(done, total, name)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        staging.write_json(INDEX_FILE, index)

@@ -1,9 +1,9 @@
-"""Staging of a conversion: a temporary folder in the target directory, swapped in at the end.
+"""Staging of a new checkpoint: a temporary folder in the target directory, swapped in at the end.
 
-The folder holds `new`, the files of the conversion, and `old`, where the files that they replace go.
+The folder holds `new`, the files of the new checkpoint, and `old`, where the files that they replace go.
 All moves are listed in `moves.json` before the first one. While that list is there the old checkpoint can be
-put back, by this process after a failure, by the next conversion to the directory after a kill. A lock on the
-directory tells a conversion that runs from what a killed one left.
+put back, by this process after a failure, by the next command that writes to the directory after a kill. A
+lock on the directory tells a command that runs from what a killed one left.
 """
 
 import errno
@@ -107,6 +107,13 @@ class Staging:
         """Writes a JSON file."""
         (self.folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
+    def copy(self, files: Mapping[str, Path]) -> None:
+        """Copies files as they are: name in the folder -> source."""
+        for name, path in files.items():
+            target = self.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
     def publish(self) -> None:
         """Moves the checkpoint that is in the directory aside and the new files there, or neither.
 
@@ -146,14 +153,14 @@ class Staging:
         source, out = (Path(os.path.realpath(path)) for path in (self._contents.source, self._out))
         if out.is_relative_to(source):
             raise CheckpointError(
-                f"lies in the checkpoint that is converted, {self._contents.source}", file=self._out
+                f"lies in the checkpoint that is read, {self._contents.source}", file=self._out
             )
         if source.is_relative_to(out):
-            message = f"the checkpoint that is converted lies in it, {self._contents.source}"
+            message = f"the checkpoint that is read lies in it, {self._contents.source}"
             raise CheckpointError(message, file=self._out)
         for path in self._contents.read:
             if Path(os.path.realpath(path)).is_relative_to(out):
-                message = f"{path} of the checkpoint that is converted is a link to a file in it"
+                message = f"{path} of the checkpoint that is read is a link to a file in it"
                 raise CheckpointError(message, file=self._out)
 
     def _clear(self) -> None:
@@ -161,7 +168,7 @@ class Staging:
         stale = sorted(self._out.glob(f"{STAGING}*"))
         if not self._take_lock() and stale:
             message = (
-                "another conversion writes to it or was killed (this file system has no locks to tell "
+                "another command writes to it or was killed (this file system has no locks to tell "
                 "which); remove it if none is running"
             )
             raise CheckpointError(message, file=stale[0])
@@ -178,7 +185,7 @@ class Staging:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError("another conversion is writing to it", file=self._out) from None
+            raise CheckpointError("another command is writing to it", file=self._out) from None
         except OSError:
             return False
         return True

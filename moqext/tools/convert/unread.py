@@ -5,6 +5,8 @@ modules in that the checkpoint does not have yet. Files with the same modules on
 or under other names, stay out.
 """
 
+from typing import NamedTuple
+
 from moqext.reader.checkpoint_reader import CheckpointReader
 from moqext.reader.files.tensor_header import read_header
 from moqext.reader.naming import parse_tensor_name
@@ -13,13 +15,27 @@ _OTHERS = ("consolidated", "adapter_")
 """How names of files begin whose tensors are not of this model, or are it once more under other names."""
 
 
-def take_in_unread(checkpoint: CheckpointReader) -> tuple[CheckpointReader, list[str]]:
-    """The checkpoint with the modules of files that it does not read, and notes about them.
+class Taken(NamedTuple):
+    """A file that was not read, and how many of its tensors are now."""
+
+    file: str
+    tensors: int
+    total: int
+
+    @property
+    def note(self) -> str:
+        """A sentence about it."""
+        which = "" if self.tensors == self.total else f"{self.tensors:,} of "
+        return f"{self.file}, which no index names: {which}{self.total:,} tensors written too"
+
+
+def take_in_unread(checkpoint: CheckpointReader) -> tuple[CheckpointReader, list[Taken]]:
+    """The checkpoint with the modules of files that it does not read, and these files.
 
     Raises:
         CheckpointError: such a file is malformed.
     """
-    notes = []
+    taken = []
     read = {*checkpoint.files.files, *checkpoint.files.named.values()}
     modules = set(map(_module, checkpoint.tensors))
     for path in sorted(checkpoint.directory.glob("*.safetensors")):
@@ -31,9 +47,8 @@ def take_in_unread(checkpoint: CheckpointReader) -> tuple[CheckpointReader, list
             continue
         modules.update(map(_module, new))
         checkpoint = checkpoint.with_files(checkpoint.files.with_file(path, header, new))
-        which = "" if len(new) == len(header.tensors) else f"{len(new):,} of "
-        notes.append(f"{path.name}, which no index names: {which}{len(header.tensors):,} tensors written too")
-    return checkpoint, notes
+        taken.append(Taken(path.name, len(new), len(header.tensors)))
+    return checkpoint, taken
 
 
 def _module(tensor: str) -> str:
