@@ -28,12 +28,13 @@ static int take_amax(PyObject *object, float *amax) {
     if (moq_arg_absent(object))
         return 0;
     double value = PyFloat_AsDouble(object);
-    if (value == -1.0 && PyErr_Occurred())
-        return -1;
+    bool failed = value == -1.0 && PyErr_Occurred();
     *amax = (float)value;
-    if (value >= 0.0 && isfinite(*amax))
+    if (!failed && value >= 0.0 && isfinite(*amax))
         return 0;
-    PyErr_Format(PyExc_ValueError, "amax: expected a finite number from 0 on, got %R", object);
+    PyErr_Clear();
+    PyErr_Format(failed ? PyExc_TypeError : PyExc_ValueError,
+                 "amax: expected a finite number from 0 on, got %R", object);
     return -1;
 }
 
