@@ -41,6 +41,7 @@ from moqext.reader.config.quant_config import Conflict, LayerQuant, QuantConfig,
 from moqext.reader.problems import Problem
 from moqext.reader.records import KVRecord, LayerRecord, Projection
 from moqext.tools.convert import Conversion
+from moqext.tools.quantize import Quantization
 from moqext.variables import check_variables
 
 __version__: str = _C.build_info()["version"]
@@ -67,6 +68,7 @@ __all__ = [
     "Problem",
     "Projection",
     "QuantConfig",
+    "Quantization",
     "Timing",
     "UnsupportedQuantization",
     "__version__",

@@ -77,3 +77,8 @@ def quantize_weight(
     if second is not None:
         result["weight_scale_2"] = np.float32(second).reshape(())
     return result
+
+
+def weight_amax(weight: Any) -> float:
+    """The largest magnitude of a tensor of any shape, as `quantize_weight` takes one; NaN if one is NaN."""
+    return _C.weight_amax(weight)

@@ -8,7 +8,6 @@ files get a temporary folder in the target directory and change places with thos
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -19,11 +18,10 @@ from moqext.reader.matrices import FLOAT_DTYPES
 from moqext.reader.problems import Problem
 from moqext.tools.convert.files import INDEX_FILE, config_dtype, other_files, plain_config
 from moqext.tools.convert.fp8 import LayerError, Requantizer, configurations
-from moqext.tools.convert.jobs import Job
 from moqext.tools.convert.plan import Experts, Plan, make_plan, split
+from moqext.tools.convert.shards import name_shards, write_shards
 from moqext.tools.convert.staging import Contents, Staging
 from moqext.tools.convert.unread import take_in_unread
-from moqext.tools.convert.writer import TensorWriter
 
 TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8": "F8_E4M3"}
 """Names of the targets -> the type of the weights as the format spells it."""
@@ -89,7 +87,7 @@ def convert_checkpoint(
     plan, documents, errors = _plan_fp8(checkpoint) if to == "fp8" else _plan_plain(checkpoint, to, experts)
     if alone and Path(out).resolve() == checkpoint.directory.resolve():
         raise CheckpointError(f"is the directory of the file that is converted, {checkpoint.file}", file=out)
-    shards = _name_shards(split(plan.jobs, max_shard_size))
+    shards = name_shards(split(plan.jobs, max_shard_size))
     others, left_out = ([], []) if alone else other_files(checkpoint.directory, checkpoint.files.files)
     copied = {str(path.relative_to(checkpoint.directory)): path for path in others}
     index = [INDEX_FILE] if len(shards) > 1 else []
@@ -101,7 +99,7 @@ def convert_checkpoint(
     )
     with Staging(out, contents, overwrite=overwrite) as staging:
         begin = time.perf_counter()
-        _write(shards, staging, progress)
+        write_shards(shards, staging, progress)
         seconds = time.perf_counter() - begin
         for name, path in copied.items():
             target = staging.folder / name
@@ -193,31 +191,3 @@ def refuse_errors(checkpoint: CheckpointReader, *, keep_cache: bool = False) -> 
 def _sentence(problem: Problem) -> str:
     where = problem.layer or problem.tensor
     return f"{where}: {problem.code}: {problem.message}" if where else f"{problem.code}: {problem.message}"
-
-
-def _name_shards(shards: Sequence[Sequence[Job]]) -> dict[str, Sequence[Job]]:
-    """The jobs by the file that they write."""
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {
-        f"model-{number:05}-of-{len(shards):05}.safetensors": jobs for number, jobs in enumerate(shards, 1)
-    }
-
-
-def _write(shards: Mapping[str, Sequence[Job]], staging: Staging, progress: Progress | None) -> None:
-    """Writes the files and, for several, the index."""
-    total = sum(job.nbytes for jobs in shards.values() for job in jobs)
-    done = 0
-    places: dict[str, str] = {}
-    for file, jobs in shards.items():
-        specs = [spec for job in jobs for spec in job.tensors]
-        places.update((spec.name, file) for spec in specs)
-        with TensorWriter(staging.folder / file, specs, {"format": "pt"}) as writer:
-            for job in jobs:
-                for name, values in job.produce():
-                    done += writer.append(name, values)
-                    if progress is not None:
-                        progress(done, total, name)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        staging.write_json(INDEX_FILE, index)
