@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from moqext.tools.quantize.rules import Rule, Selection, algorithm, parse_rule
 from moqext.tools.quantize.scales import amax_of, check_amax, input_scale, missing, read_scales
 from moqext.tools.quantize.weights import Amaxes, Weight, find_weights, is_expert, same_input
 
-__all__ = ["MAX_SHARD_SIZE", "Quantization", "quantize_checkpoint"]
+__all__ = ["MAX_SHARD_SIZE", "Quantization", "check_options", "quantize_checkpoint"]
 
 NO_SCALES = "none"
 """In place of a file of scales: formats that want static ones are written without."""
@@ -81,9 +81,9 @@ def quantize_checkpoint(
     progress: Progress | None,
 ) -> Quantization:
     """See `Checkpoint.quantize`."""
-    parsed = [parse_rule(rule) for rule in rules]
-    to = None if to is None else algorithm(to, "to")
-    _check_options(to, parsed, scale_search, max_shard_size)
+    to, parsed = check_options(to, rules, scale_search)
+    if max_shard_size < 1:
+        raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
     _refuse_quantized(checkpoint)
     refuse_errors(checkpoint)
     alone = checkpoint.file is not None
@@ -144,19 +144,25 @@ def quantize_checkpoint(
     )
 
 
-def _check_options(
-    to: str | None, rules: Sequence[Rule], search: ScaleSearch | None, max_shard_size: int
-) -> None:
-    algos = {to, *(rule.quant_algo for rule in rules)} - {None}
+def check_options(
+    to: str | None, rules: Sequence[str | tuple[str, str]], search: ScaleSearch | None
+) -> tuple[str | None, list[Rule]]:
+    """The algorithm and the rules, of which one names an algorithm.
+
+    Raises:
+        ValueError: none does, or there is no such algorithm, rule or search.
+    """
+    parsed = [parse_rule(rule) for rule in rules]
+    to = None if to is None else algorithm(to, "to")
+    algos = {to, *(rule.quant_algo for rule in parsed)} - {None}
     if not algos:
         raise ValueError("to: expected an algorithm, or a rule with one")
-    if search is not None and search not in get_args(ScaleSearch):
+    if search is not None and search not in SEARCHED:
         raise ValueError(f"scale_search: expected one of {', '.join(SEARCHED)}, got {search!r}")
     if search is not None and algos.isdisjoint(SEARCHED[search]):
         message = f"scale_search: {search} is for {', '.join(SEARCHED[search])}, and none of these is written"
         raise ValueError(message)
-    if max_shard_size < 1:
-        raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
+    return to, parsed
 
 
 def _refuse_quantized(checkpoint: CheckpointReader) -> None:
