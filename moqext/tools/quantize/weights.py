@@ -21,7 +21,7 @@ from moqext.reader.naming import FUSED_GROUPS, PROJECTIONS, parse_expert_name, p
 from moqext.tools.convert.experts import split_parts, stack_layout
 
 PIECE_BYTES = 2 << 20
-"""Bytes of a weight that are read at once: of 16 MB the memory is mapped anew each time, at twice the time."""
+"""Bytes of a weight that are read at once: memory of 16 MB is mapped anew each time, at twice the time."""
 
 ROWS = 128
 """Rows of a piece are a multiple of it: of the rows that share a scale in every format."""
