@@ -103,6 +103,9 @@ CASES = [
     Case("exports/w4a8_nvfp4_fp8", "W4A8_NVFP4_FP8"),
 ]
 
+ZEROS = [Case("exports/fp8_zero", "FP8"), Case("exports/nvfp4_zero", "NVFP4")]
+"""Exports of a model with weights of zeros, of which some are damaged."""
+
 
 def unquantized(case: Case, directory: Path) -> Path:
     """The model that was exported, in a directory."""

@@ -165,18 +165,19 @@ def _cache_algo(checkpoint: CheckpointReader) -> str | None:
     return algo if algo == "FP8" else None
 
 
-def refuse_errors(checkpoint: CheckpointReader, *, keep_cache: bool = False) -> None:
+def refuse_errors(checkpoint: CheckpointReader, *, keep_cache: bool = False, done: str = "converted") -> None:
     """Refuses a checkpoint without weights, or with a problem under which they are not what they were.
 
     Args:
         checkpoint: what is to be converted.
         keep_cache: whether scales of the cache are written, and their problems count.
+        done: what is done with it, for messages.
 
     Raises:
         CheckpointError: so it is; the message has the first problem of severity error.
     """
     if not checkpoint.files.has_weights:
-        raise CheckpointError("nothing to convert: no safetensors files", file=checkpoint.directory)
+        raise CheckpointError(f"nothing to be {done}: no safetensors files", file=checkpoint.directory)
     findings = checkpoint.findings(block_scales=True)
     layers = (problem for layer in findings.layers for problem in layer.all_problems())
     cache = (problem for kv in findings.kv for problem in kv.problems if keep_cache)
@@ -184,7 +185,7 @@ def refuse_errors(checkpoint: CheckpointReader, *, keep_cache: bool = False) -> 
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         others = f" (and {len(errors) - 1} more; `inspect --problems` lists them)" if len(errors) > 1 else ""
-        message = f"cannot be converted: {_sentence(errors[0])}{others}"
+        message = f"cannot be {done}: {_sentence(errors[0])}{others}"
         raise CheckpointError(message, file=checkpoint.directory)
 
 

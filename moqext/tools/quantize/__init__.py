@@ -85,7 +85,7 @@ def quantize_checkpoint(
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
     _refuse_quantized(checkpoint)
-    refuse_errors(checkpoint)
+    refuse_errors(checkpoint, done="quantized")
     alone = checkpoint.file is not None
     checkpoint, told = (checkpoint, []) if alone else take_in_unread(checkpoint)
     selection = Selection(to, parsed, exclude, checkpoint.model_config)

@@ -93,7 +93,7 @@ def _stack_shapes(weight: Weight, algo: str) -> tuple[tuple[int, ...], tuple[int
         return weight.shape, (experts,)
     if facts.scales == "blocks":
         message = (
-            f"{weight.module}: no engine reads {algo} of experts that are stacked as [experts, in, out]; "
+            f"no engine reads {algo} of experts that are stacked as [experts, in, out]; "
             "choose another algorithm for them by a rule"
         )
         raise CheckpointError(message, file=weight.checkpoint.directory, tensor=weight.tensor)
@@ -108,7 +108,7 @@ def _stack_shapes(weight: Weight, algo: str) -> tuple[tuple[int, ...], tuple[int
 def _refuse_ragged(weight: Weight, values: int, algo: str, size: int) -> None:
     if values % size:
         message = (
-            f"{weight.module}: cannot be {algo}: its rows have {values} values, no multiple of {size}; leave "
+            f"cannot be {algo}: its rows have {values} values, no multiple of {size}; leave "
             f'it out (--exclude "{weight.module}"), or choose another algorithm for it by a rule'
         )
         raise CheckpointError(message, file=weight.checkpoint.directory, tensor=weight.tensor)
