@@ -41,6 +41,7 @@ from moqext.reader.config.quant_config import Conflict, LayerQuant, QuantConfig,
 from moqext.reader.problems import Problem
 from moqext.reader.records import KVRecord, LayerRecord, Projection
 from moqext.tools.convert import Conversion
+from moqext.tools.quantize import Quantization
 from moqext.tools.repair import Repair, RepairPlan
 from moqext.variables import check_variables
 
@@ -68,6 +69,7 @@ __all__ = [
     "Problem",
     "Projection",
     "QuantConfig",
+    "Quantization",
     "Repair",
     "RepairPlan",
     "Timing",

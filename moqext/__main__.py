@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import moqext
 from moqext import interrupts
-from moqext.cli import bench, compare, convert, info, inspect, repair, text, tune, verify
+from moqext.cli import bench, compare, convert, info, inspect, quantize, repair, text, tune, verify
 from moqext.cli.signals import Terminated, raise_terminated
 
-DESCRIPTION = "Inspect, check, run, convert and repair NVIDIA ModelOpt (FP8, NVFP4) checkpoints."
-COMMANDS = (inspect, verify, compare, convert, repair, bench, tune, info)
+DESCRIPTION = "Inspect, check, run, convert, quantize and repair NVIDIA ModelOpt (FP8, NVFP4) checkpoints."
+COMMANDS = (inspect, verify, compare, convert, quantize, repair, bench, tune, info)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """The public checkpoint: all of the reader, and what is made of its layers."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, overload
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from moqext.errors import CheckpointError
 from moqext.layers.load import Layer, load_layers
 from moqext.layers.load_experts import ExpertLayer, load_experts
+from moqext.ops.quantize_weights import ScaleSearch
 from moqext.ops.spelling import Activation, Compute, Device, Dtype
 from moqext.reader.checkpoint_reader import CheckpointReader, Progress
 from moqext.reader.dequantize import SCALES_OF_WEIGHT, dequantize_layer
@@ -17,6 +18,7 @@ from moqext.reader.files.untrusted import expand_home
 from moqext.reader.records import LayerRecord, Projection
 from moqext.tools.convert import MAX_SHARD_SIZE, Conversion, convert_checkpoint
 from moqext.tools.convert.plan import Experts
+from moqext.tools.quantize import Quantization, quantize_checkpoint
 from moqext.tools.repair import RepairPlan, plan_repair
 
 
@@ -219,6 +221,62 @@ class Checkpoint(CheckpointReader):
             expand_home(out),
             to=to,
             experts=experts,
+            overwrite=overwrite,
+            max_shard_size=max_shard_size,
+            progress=progress,
+        )
+
+    def quantize(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        to: str | None = None,
+        rules: Sequence[str | tuple[str, str]] = (),
+        exclude: Sequence[str] = (),
+        scales: str | os.PathLike[str] | Mapping[str, float] | None = None,
+        scale_search: ScaleSearch | None = None,
+        overwrite: bool = False,
+        max_shard_size: int = MAX_SHARD_SIZE,
+        progress: Progress | None = None,
+    ) -> Quantization:
+        """Writes a ModelOpt checkpoint of this unquantized model, bit for bit that of max calibration there.
+
+        Every linear gets codes, experts among them, but for those that ModelOpt leaves out: lm_head, routers,
+        vision towers and what is for speculative decoding. Weights that read one input share a second-level
+        scale, as there. Other tensors and files are copied; both configurations say what was done. Memory
+        holds a piece of a tensor, or an expert. A run that was ended is gone on with by the same call.
+
+        Args:
+            out: the directory to write to, made if it is not there.
+            to: FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, W4A8_NVFP4_FP8, MXFP4,
+                W4A8_MXFP4_FP8 or MXFP8; None quantizes what a rule names.
+            rules: ("*.mlp.*", "NVFP4") or "*.mlp.* NVFP4": linears whose names fit get that algorithm, the
+                last that fits decides, and "none" leaves them as they are. A pattern without `*` also reaches
+                what is left out by default.
+            exclude: patterns of linears that stay as they are, or modules all of whose linears do.
+            scales: file of `moqext_transformers.calibrate`, or the magnitudes by module, for the input_scale
+                of FP8, NVFP4 and W4A8_NVFP4_FP8; "none" writes these without one.
+            scale_search: "mse": of scales near that of the largest magnitude the one of the least squared
+                error; "4over6": of two for each group of NVFP4. None: ModelOpt's max calibration.
+            overwrite: whether a checkpoint that is in `out` may be replaced; other files there stay.
+            max_shard_size: bytes of tensors in one file.
+            progress: called as progress(bytes written, bytes in all, name of the tensor).
+
+        Raises:
+            CheckpointError: weights that are quantized already, are not finite or do not fit the algorithm's
+                groups; scales of activations that are wanted and not there; and as for `convert`. Then `out`
+                has what was in it, and nothing else.
+            ValueError: an algorithm, rule or search that there is not.
+            OSError: it cannot be written. What was done stays in a hidden folder of `out`.
+        """
+        return quantize_checkpoint(
+            self,
+            expand_home(out),
+            to=to,
+            rules=rules,
+            exclude=exclude,
+            scales=scales if scales is None or isinstance(scales, Mapping) else expand_home(scales),
+            scale_search=scale_search,
             overwrite=overwrite,
             max_shard_size=max_shard_size,
             progress=progress,

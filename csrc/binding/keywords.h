@@ -7,6 +7,7 @@
     X(accumulate)                                                                                  \
     X(activation)                                                                                  \
     X(alpha)                                                                                       \
+    X(amax)                                                                                        \
     X(apply_router_weight_on_input)                                                                \
     X(beta)                                                                                        \
     X(bias)                                                                                        \
@@ -71,6 +72,7 @@
     X(scale_out)                                                                                   \
     X(scheme)                                                                                      \
     X(scoring)                                                                                     \
+    X(search)                                                                                      \
     X(semantics)                                                                                   \
     X(shape)                                                                                       \
     X(shards)                                                                                      \

@@ -17,10 +17,11 @@ static const char *const KEYWORD_NAMES[KW_COUNT] = {
 /* One entry for each family of functions, which adds its own to the module; types come after the
  * types that they derive from. */
 static int (*const FAMILIES[])(PyObject *, moq_state *) = {
-    moq_add_config, moq_add_dequantize,    moq_add_describe, moq_add_formats, moq_add_gate,
-    moq_add_heads,  moq_add_info,          moq_add_layout,   moq_add_plan,    moq_add_linear,
-    moq_add_moe,    moq_add_weight,        moq_add_quantize, moq_add_rotary,  moq_add_route,
-    moq_add_tables, moq_add_tensor_header, moq_add_transfer,
+    moq_add_config,   moq_add_dequantize,      moq_add_describe, moq_add_formats,
+    moq_add_gate,     moq_add_heads,           moq_add_info,     moq_add_layout,
+    moq_add_plan,     moq_add_linear,          moq_add_moe,      moq_add_weight,
+    moq_add_quantize, moq_add_quantize_weight, moq_add_rotary,   moq_add_route,
+    moq_add_tables,   moq_add_tensor_header,   moq_add_transfer,
 };
 
 static int add_exceptions(PyObject *module, moq_state *state) {

@@ -45,6 +45,7 @@ int moq_add_layout(PyObject *module, moq_state *state);
 int moq_add_moe(PyObject *module, moq_state *state);
 int moq_add_plan(PyObject *module, moq_state *state);
 int moq_add_quantize(PyObject *module, moq_state *state);
+int moq_add_quantize_weight(PyObject *module, moq_state *state);
 int moq_add_rotary(PyObject *module, moq_state *state);
 int moq_add_route(PyObject *module, moq_state *state);
 int moq_add_tables(PyObject *module, moq_state *state);

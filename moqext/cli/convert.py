@@ -58,7 +58,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "Transformers loads the model",
     )
     parser.add_argument(
-        "--max-shard-size", type=_size, default=MAX_SHARD_SIZE, metavar="SIZE", help="of a file (5GB)"
+        "--max-shard-size", type=parse_size, default=MAX_SHARD_SIZE, metavar="SIZE", help="of a file (5GB)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint that is in OUT")
     parser.add_argument("--quiet", action="store_true", help="no progress and no report")
@@ -122,7 +122,8 @@ def _errors(result: Conversion) -> list[str]:
     ]
 
 
-def _size(value: str) -> int:
+def parse_size(value: str) -> int:
+    """Bytes that a text says, as 5GB; an error for argparse where it says none."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMG]?I?B?)", value.strip().upper())
     factor = _UNITS.get(match[2]) if match else None
     if match is None or factor is None or not (size := int(float(match[1]) * factor)):

@@ -32,6 +32,7 @@ from moqext.ops.packing import (
     unpack_nvfp4,
     unswizzle_block_scales,
 )
+from moqext.ops.quantize_weights import quantize_weight
 from moqext.ops.routing import route
 from moqext.ops.vllm_layout import expert_alphas, expert_input_scale, shared_input_scale, swap_gate_up
 from moqext.ops.weights import linear, prepare_experts
@@ -48,6 +49,7 @@ __all__ = [
     "prepare_experts",
     "qk_norm_rope",
     "quantize",
+    "quantize_weight",
     "requantize_to_max",
     "rms_norm",
     "rms_norm_quantize",

@@ -16,8 +16,17 @@ if _absent := [name for name in ("torch", "transformers") if find_spec(name) is 
     )
 
 from moqext_transformers.cache import kv_cache
+from moqext_transformers.calibration import calibrate
 from moqext_transformers.fusing import fuse
 from moqext_transformers.loading import from_pretrained, load_config
 from moqext_transformers.quantizer import ModelOptConfig, ModelOptQuantizer
 
-__all__ = ["ModelOptConfig", "ModelOptQuantizer", "from_pretrained", "fuse", "kv_cache", "load_config"]
+__all__ = [
+    "ModelOptConfig",
+    "ModelOptQuantizer",
+    "calibrate",
+    "from_pretrained",
+    "fuse",
+    "kv_cache",
+    "load_config",
+]

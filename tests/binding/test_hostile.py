@@ -408,6 +408,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "rms_norm": {"x": TENSOR, "weight": TENSOR[0], "eps": 1e-6},
     "rotary_embedding": {"x": TENSOR.reshape(4, 4, 2, 8), "cos": ANGLES, "sin": ANGLES},
     "dequantize": {"weight": TENSOR.view(np.uint8), "quant_algo": "FP8", "weight_scale": np.float32([1])},
+    "quantize_weight": {"weight": TENSOR, "quant_algo": "NVFP4"},
     "requantize_to_max": {
         "weight": TENSOR.view(np.uint8),
         "weight_scale": np.float32([1]),
@@ -457,7 +458,13 @@ def test_the_table_of_functions_is_complete() -> None:
 @each("name", RIGHT)
 def test_options_of_another_kind(name: str) -> None:
     function = FUNCTIONS[name]
-    optional = {"group_size": ("16", 1.5, True, 0, -1, 2**70), "dtype": (3, "int9"), "format": (3, "e9m9")}
+    optional = {
+        "group_size": ("16", 1.5, True, 0, -1, 2**70),
+        "dtype": (3, "int9"),
+        "format": (3, "e9m9"),
+        "amax": ("1", -1.0, float("nan"), 1e300, TENSOR),
+        "search": (3, b"mse", "msee", ""),
+    }
     wrong = {
         "format": (None, 3, b"e4m3", "e9m9", "e4m3\0", "\ud800", TENSOR),
         "scheme": (None, 3, b"nvfp4", "fp9", "", "\ud800"),

@@ -7,7 +7,6 @@ files get a temporary folder in the target directory and change places with thos
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -18,9 +17,8 @@ from moqext.reader.matrices import FLOAT_DTYPES
 from moqext.reader.problems import Problem
 from moqext.tools.convert.files import INDEX_FILE, config_dtype, other_files, plain_config
 from moqext.tools.convert.fp8 import LayerError, Requantizer, configurations
-from moqext.tools.convert.jobs import Job
 from moqext.tools.convert.plan import Experts, Plan, make_plan, split
-from moqext.tools.convert.shards import index_of, write_shards
+from moqext.tools.convert.shards import index_of, name_shards, write_shards
 from moqext.tools.convert.staging import Contents, Staging
 from moqext.tools.convert.unread import take_in_unread
 
@@ -88,7 +86,7 @@ def convert_checkpoint(
     plan, documents, errors = _plan_fp8(checkpoint) if to == "fp8" else _plan_plain(checkpoint, to, experts)
     if alone and Path(out).resolve() == checkpoint.directory.resolve():
         raise CheckpointError(f"is the directory of the file that is converted, {checkpoint.file}", file=out)
-    shards = _name_shards(split(plan.jobs, max_shard_size))
+    shards = name_shards(split(plan.jobs, max_shard_size))
     others, left_out = ([], []) if alone else other_files(checkpoint.directory, checkpoint.files.files)
     copied = {str(path.relative_to(checkpoint.directory)): path for path in others}
     index = [INDEX_FILE] if len(shards) > 1 else []
@@ -100,7 +98,7 @@ def convert_checkpoint(
     )
     with Staging(out, contents, overwrite=overwrite) as staging:
         begin = time.perf_counter()
-        places = write_shards(shards, staging, progress)
+        places = write_shards(shards, staging, progress).places
         seconds = time.perf_counter() - begin
         for name in index:
             staging.write_json(name, index_of(places, sum(job.nbytes for job in plan.jobs)))
@@ -165,18 +163,19 @@ def _cache_algo(checkpoint: CheckpointReader) -> str | None:
     return algo if algo == "FP8" else None
 
 
-def refuse_errors(checkpoint: CheckpointReader, *, keep_cache: bool = False) -> None:
+def refuse_errors(checkpoint: CheckpointReader, *, keep_cache: bool = False, done: str = "converted") -> None:
     """Refuses a checkpoint without weights, or with a problem under which they are not what they were.
 
     Args:
         checkpoint: what is to be converted.
         keep_cache: whether scales of the cache are written, and their problems count.
+        done: what is done with it, for messages.
 
     Raises:
         CheckpointError: so it is; the message has the first problem of severity error.
     """
     if not checkpoint.files.has_weights:
-        raise CheckpointError("nothing to convert: no safetensors files", file=checkpoint.directory)
+        raise CheckpointError(f"nothing to be {done}: no safetensors files", file=checkpoint.directory)
     findings = checkpoint.findings(block_scales=True)
     layers = (problem for layer in findings.layers for problem in layer.all_problems())
     cache = (problem for kv in findings.kv for problem in kv.problems if keep_cache)
@@ -184,19 +183,10 @@ def refuse_errors(checkpoint: CheckpointReader, *, keep_cache: bool = False) -> 
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         others = f" (and {len(errors) - 1} more; `inspect --problems` lists them)" if len(errors) > 1 else ""
-        message = f"cannot be converted: {_sentence(errors[0])}{others}"
+        message = f"cannot be {done}: {_sentence(errors[0])}{others}"
         raise CheckpointError(message, file=checkpoint.directory)
 
 
 def _sentence(problem: Problem) -> str:
     where = problem.layer or problem.tensor
     return f"{where}: {problem.code}: {problem.message}" if where else f"{problem.code}: {problem.message}"
-
-
-def _name_shards(shards: Sequence[Sequence[Job]]) -> dict[str, Sequence[Job]]:
-    """The jobs by the file that they write."""
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {
-        f"model-{number:05}-of-{len(shards):05}.safetensors": jobs for number, jobs in enumerate(shards, 1)
-    }

@@ -94,14 +94,14 @@ def unstacked_jobs(checkpoint: CheckpointReader, matrices: Mapping[str, Matrix],
             continue
         if not prod(matrix.shape):
             continue  # no byte backs the number of experts
-        transposed, interleaved = _layout(checkpoint, matrix)
+        transposed, interleaved = stack_layout(checkpoint, matrix)
         yield _unstack(matrix, container, role, dtype, transposed=transposed, interleaved=interleaved)
         bias = matrices.get(f"{matrix.name}_bias") or matrices.get(f"{matrix.name}.bias")
         if bias is not None:
             yield _unstack(bias, container, role, dtype, transposed=False, interleaved=interleaved)
 
 
-def _layout(checkpoint: CheckpointReader, matrix: Matrix) -> tuple[bool, bool]:
+def stack_layout(checkpoint: CheckpointReader, matrix: Matrix) -> tuple[bool, bool]:
     """Whether a stack is [experts, in, out], and whether gate and up alternate in it."""
     if isinstance(matrix.record, Projection):
         return matrix.record.transposed, matrix.record.interleaved
@@ -124,13 +124,14 @@ def _unstack(
     def produce() -> Pieces:
         for expert, values in enumerate(itertools.chain.from_iterable(rounded(matrix, dtype))):
             values = values.T if transposed else values
-            yield from zip(names(expert), _parts(values, len(parts), interleaved), strict=True)
+            yield from zip(names(expert), split_parts(values, len(parts), interleaved), strict=True)
 
     specs = [TensorSpec(name, dtype, shape) for expert in range(matrix.shape[0]) for name in names(expert)]
     return Job(matrix.tensor, tuple(specs), produce, matrix.nbytes), [matrix.tensor]
 
 
-def _parts(values: NDArray[Any], count: int, interleaved: bool) -> list[NDArray[Any]]:
+def split_parts(values: NDArray[Any], count: int, interleaved: bool) -> list[NDArray[Any]]:
+    """Gate and up of an expert's rows, where `count` is 2."""
     if interleaved:
         return [values[part::count] for part in range(count)]
     return np.split(values, count)

@@ -1,7 +1,7 @@
-"""The files of tensors of a new checkpoint, written into a staging folder."""
+"""The files of tensors of a new checkpoint: their names, the tensors of each, and the index of several."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from moqext.reader.checkpoint_reader import Progress
 from moqext.tools.convert.jobs import Job
@@ -12,13 +12,34 @@ PYTORCH: Mapping[str, str] = {"format": "pt"}
 """The text entries of the header that exporters of PyTorch models write."""
 
 
+class Written(NamedTuple):
+    """What `write_shards` did.
+
+    Attributes:
+        places: the file of every tensor.
+        left_out: bytes that the staging had already.
+    """
+
+    places: dict[str, str]
+    left_out: int
+
+
+def name_shards(shards: Sequence[Sequence[Job]]) -> dict[str, Sequence[Job]]:
+    """The jobs by the file that they write."""
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {
+        f"model-{number:05}-of-{len(shards):05}.safetensors": jobs for number, jobs in enumerate(shards, 1)
+    }
+
+
 def write_shards(
     shards: Mapping[str, Sequence[Job]],
     staging: Staging,
     progress: Progress | None,
     metadata: Mapping[str, Mapping[str, str]] | None = None,
-) -> dict[str, str]:
-    """Writes the jobs of each file, and returns the file of every tensor.
+) -> Written:
+    """Writes the jobs of each file but those that the staging has done already.
 
     Args:
         shards: file -> its jobs.
@@ -27,7 +48,7 @@ def write_shards(
         metadata: file -> text entries of its header; `PYTORCH` where it has none.
     """
     total = sum(job.nbytes for jobs in shards.values() for job in jobs)
-    done = 0
+    done = left_out = 0
     places: dict[str, str] = {}
     for file, jobs in shards.items():
         specs = [spec for job in jobs for spec in job.tensors]
@@ -35,12 +56,19 @@ def write_shards(
         target = staging.folder / file
         target.parent.mkdir(parents=True, exist_ok=True)
         with TensorWriter(target, specs, (metadata or {}).get(file, PYTORCH)) as writer:
-            for job in jobs:
-                for name, values in job.produce():
-                    done += writer.append(name, values)
+            for number, job in enumerate(jobs):
+                name = f"{file} {number}"
+                if staging.is_done(name):
+                    writer.skip(job.tensors)
+                    done += job.nbytes
+                    left_out += job.nbytes
+                    continue
+                for tensor, values in job.produce():
+                    done += writer.append(tensor, values)
                     if progress is not None:
-                        progress(done, total, name)
-    return places
+                        progress(done, total, tensor)
+                staging.mark_done(name)
+    return Written(places, left_out)
 
 
 def index_of(places: Mapping[str, str], total: int) -> dict[str, Any]:

@@ -4,6 +4,9 @@ The folder holds `new`, the files of the new checkpoint, and `old`, where the fi
 All moves are listed in `moves.json` before the first one. While that list is there the old checkpoint can be
 put back, by this process after a failure, by the next command that writes to the directory after a kill. A
 lock on the directory tells a command that runs from what a killed one left.
+
+A run may be given a key. Then a folder that one with the same key left is gone on with: its journal names the
+jobs whose bytes are there.
 """
 
 import errno
@@ -22,6 +25,7 @@ from typing import Any, NamedTuple, Self
 
 from moqext.errors import CheckpointError
 from moqext.tools.convert.files import INDEX_FILE, QUANTIZATION_FILES
+from moqext.tools.convert.journal import Journal
 
 STAGING = ".moqext-convert-"
 """How the name of the temporary folder begins."""
@@ -49,14 +53,25 @@ class Contents(NamedTuple):
 class Staging:
     """The temporary folder, as a context manager; whatever fails in it leaves the target as it was.
 
+    With a key the folder stays where the run was ended or the disk was full.
+
     Attributes:
         folder: where the files of the conversion are written to, until `publish`.
     """
 
     folder: Path
 
-    def __init__(self, out: str | os.PathLike[str], contents: Contents, *, overwrite: bool) -> None:
-        """See `__enter__`, which does the work."""
+    def __init__(
+        self, out: str | os.PathLike[str], contents: Contents, *, overwrite: bool, key: str | None = None
+    ) -> None:
+        """See `__enter__`, which does the work.
+
+        Args:
+            out: the target.
+            contents: what is read and written.
+            overwrite: whether a checkpoint in the target may be replaced.
+            key: equal for runs that write the same bytes, see `journal_key`; None never goes on with another.
+        """
         if not os.fspath(out):
             raise CheckpointError("expected a directory to write to, got an empty name")
         self._out = Path(out)
@@ -65,6 +80,8 @@ class Staging:
         self._made: list[Path] = []
         self._lock = -1
         self._root: Path | None = None
+        self._key = key
+        self._journal: Journal | None = None
 
     def __enter__(self) -> Self:
         """Locks the directory, removes what killed conversions left in it, and makes the folder.
@@ -84,7 +101,7 @@ class Staging:
             self._refuse_full_disk()
             self._make()
         except BaseException:
-            self._release()
+            self._release(keep=True)
             raise
         return self
 
@@ -94,14 +111,25 @@ class Staging:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._release()
+        self._release(keep=error is not None and not isinstance(error, (CheckpointError, ValueError)))
         if isinstance(error, OSError) and error.errno in _FULL:
             place, free = self._room()
             message = (
                 f"could not be written to its end ({os.strerror(error.errno)}); it takes "
                 f"{_size(self._contents.nbytes)}, {_size(free)} are free now on the file system of {place}"
             )
+            if self._key is not None and self._root is not None:
+                message += f"; the same command goes on from {self._root.name} in it"
             raise CheckpointError(message, file=self._out) from error
+
+    def is_done(self, job: str) -> bool:
+        """Whether an earlier run with the key has written what the job writes."""
+        return self._journal is not None and job in self._journal
+
+    def mark_done(self, job: str) -> None:
+        """Remembers a job for a later run with the key."""
+        if self._journal is not None:
+            self._journal.add(job)
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """Writes a JSON file."""
@@ -177,7 +205,10 @@ class Staging:
                 raise CheckpointError("is named as a temporary folder and is none; remove it", file=folder)
             if (folder / "moves.json").exists():
                 _put_back(self._out, folder)
-            shutil.rmtree(folder)
+            if self._root is None and self._key is not None and _read_key(folder) == self._key:
+                self._root = folder
+            else:
+                shutil.rmtree(folder)
 
     def _take_lock(self) -> bool:
         """Locks the directory for as long as this process lives; False where the file system cannot."""
@@ -192,7 +223,7 @@ class Staging:
 
     def _refuse_contents(self) -> None:
         """Refuses a directory with files, unless they may be replaced and can be."""
-        present = next(self._out.iterdir(), None)
+        present = next((path for path in self._out.iterdir() if path != self._root), None)
         if present is not None and not self._overwrite:
             checkpoint = any(any(self._out.glob(pattern)) for pattern in _REPLACED)
             does = "replaces the checkpoint in it" if checkpoint else f"writes there, beside {present.name}"
@@ -211,7 +242,7 @@ class Staging:
     def _refuse_full_disk(self) -> None:
         """Refuses what the file system has no room for, as far as it tells."""
         place, free = self._room()
-        if free < self._contents.nbytes:
+        if free + self._written() < self._contents.nbytes:
             kept = ", beside the checkpoint that is replaced" if self._overwrite else ""
             message = (
                 f"not enough space: {_size(self._contents.nbytes)} are needed{kept}, {_size(free)} are free "
@@ -226,6 +257,13 @@ class Staging:
         usage = shutil.disk_usage(place)
         return place, usage.free if usage.total else sys.maxsize  # some network file systems do not tell
 
+    def _written(self) -> int:
+        """Bytes on the disk of what an earlier run has left."""
+        if self._root is None:
+            return 0
+        files = (path for path in self._root.rglob("*") if path.is_file())
+        return sum(path.stat().st_blocks * 512 for path in files)
+
     def _make(self) -> None:
         """The folder, and the directory with those above it where they are not there."""
         missing = [path for path in (self._out, *self._out.parents) if not path.exists()]
@@ -234,13 +272,24 @@ class Staging:
             self._made.append(path)
         if missing:
             self._take_lock()
-        self._root = Path(tempfile.mkdtemp(prefix=STAGING, dir=self._out))
+        if self._root is None:
+            self._root = Path(tempfile.mkdtemp(prefix=STAGING, dir=self._out))
         self.folder = self._root / "new"
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
+        if self._key is not None:
+            self._journal = Journal(self._root / "journal")
+            (self._root / "key").write_text(self._key, encoding="ascii")
 
-    def _release(self) -> None:
-        """Removes the folder, but not an old checkpoint in it, and directories made for nothing."""
-        if self._root is not None and not (self._root / "moves.json").exists():
+    def _release(self, *, keep: bool = False) -> None:
+        """Removes the folder, but not an old checkpoint in it, and directories made for nothing.
+
+        Args:
+            keep: leaves the folder for a later run with the key.
+        """
+        if self._journal is not None:
+            self._journal.close()
+        kept = keep and self._key is not None
+        if self._root is not None and not kept and not (self._root / "moves.json").exists():
             shutil.rmtree(self._root, ignore_errors=True)
         for path in reversed(self._made):
             with suppress(OSError):
@@ -248,6 +297,14 @@ class Staging:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _read_key(folder: Path) -> str | None:
+    """The key of the run that made a folder; None where it had none."""
+    try:
+        return (folder / "key").read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
 
 
 def _put_back(out: Path, folder: Path) -> None:

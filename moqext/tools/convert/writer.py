@@ -38,7 +38,7 @@ class TensorWriter:
     """A safetensors file open for writing; as a context manager it is closed and checked."""
 
     def __init__(self, path: Path, tensors: Iterable[TensorSpec], metadata: Mapping[str, str]) -> None:
-        """Creates the file and writes its header.
+        """Creates the file, unless an earlier run has, and writes its header.
 
         Wide types come first, so that every tensor begins at a multiple of its own elements.
         """
@@ -60,7 +60,7 @@ class TensorWriter:
         self._path = path
         self._next = {name: first + begin for name, (begin, _) in places.items()}
         self._end = {name: first + end for name, (_, end) in places.items()}
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         self._write(len(text).to_bytes(LENGTH_BYTES, "little") + text, 0)
         os.truncate(self._descriptor, first + end)
 
@@ -73,6 +73,11 @@ class TensorWriter:
         self._write(data.data, at)
         self._next[name] = at + data.size
         return data.size
+
+    def skip(self, tensors: Iterable[TensorSpec]) -> None:
+        """Takes tensors as written: an earlier run has done so."""
+        for tensor in tensors:
+            self._next[tensor.name] = self._end[tensor.name]
 
     def _write(self, data: bytes | memoryview, at: int) -> None:
         view = memoryview(data)

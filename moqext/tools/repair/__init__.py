@@ -118,7 +118,7 @@ class RepairPlan:
         )
         with Staging(out, contents, overwrite=overwrite) as staging:
             begin = time.perf_counter()
-            places = write_shards(shards, staging, progress, metadata)
+            places = write_shards(shards, staging, progress, metadata).places
             seconds = time.perf_counter() - begin
             if index is not None:
                 staging.write_json(index, index_of(places, total))

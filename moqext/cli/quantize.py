@@ -1,0 +1,106 @@
+"""`python -m moqext quantize`: a ModelOpt checkpoint made of an unquantized one."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import get_args
+
+from moqext.cli import add_checkpoint, open_checkpoint, text
+from moqext.cli.convert import parse_size
+from moqext.cli.progress import Progress
+from moqext.ops.quantize_weights import WRITTEN, ScaleSearch
+from moqext.tools.quantize import MAX_SHARD_SIZE, Quantization, check_options
+
+SCHEMA = 1
+"""Version of the JSON output; raised when a key changes its meaning."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declares the subcommand."""
+    parser = subparsers.add_parser(
+        "quantize",
+        help="write a ModelOpt checkpoint of an unquantized model",
+        description="Quantizes the linears of a model, experts among them, with the bits of ModelOpt's max "
+        "calibration. Needs no GPU. Killed and run again, it goes on where it was. Exit status: 0, 2 for "
+        "wrong arguments, a checkpoint that cannot be quantized so, or a target that cannot be written.",
+    )
+    add_checkpoint(parser)
+    parser.add_argument("out", help="directory to write to")
+    parser.add_argument("--to", metavar="ALGORITHM", help=f"{', '.join(WRITTEN)}")
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar='"GLOB ALGORITHM"',
+        help="algorithm of linears whose names fit, the last rule that fits; none leaves them as they are",
+    )
+    parser.add_argument(
+        "--exclude", action="append", default=[], metavar="GLOB", help="linears that stay as they are"
+    )
+    parser.add_argument(
+        "--scales",
+        metavar="FILE",
+        help="scales of activations, as moqext_transformers.calibrate writes them; none: write none",
+    )
+    parser.add_argument(
+        "--scale-search",
+        choices=get_args(ScaleSearch),
+        help="scales of the least squared error instead of those of the largest magnitude",
+    )
+    parser.add_argument(
+        "--max-shard-size", type=parse_size, default=MAX_SHARD_SIZE, metavar="SIZE", help="of a file (5GB)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint that is in OUT")
+    parser.add_argument("--quiet", action="store_true", help="no progress and no report")
+    parser.add_argument("--json", action="store_true", help="machine-readable report")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Executes the subcommand and returns the exit status."""
+    try:
+        check_options(args.to, args.rule, args.scale_search)
+    except ValueError as error:
+        print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
+        return 2
+    progress = Progress(quiet=args.quiet)
+    with open_checkpoint(args) as checkpoint:
+        try:
+            result = checkpoint.quantize(
+                args.out,
+                to=args.to,
+                rules=args.rule,
+                exclude=args.exclude,
+                scales=args.scales,
+                scale_search=args.scale_search,
+                overwrite=args.overwrite,
+                max_shard_size=args.max_shard_size,
+                progress=progress,
+            )
+        finally:
+            progress.end()
+    if args.json:
+        json.dump({"schema": SCHEMA, "source": args.directory, **asdict(result)}, sys.stdout)
+        print()
+    elif not args.quiet:
+        text.show(line for sentence in report(result) for line in text.wrap(sentence, text.width()))
+    return 0
+
+
+def report(result: Quantization) -> list[str]:
+    """Sentences that say what was written."""
+    speed = text.size(int((result.bytes_read - result.bytes_kept) / max(result.seconds, 1e-9)))
+    algos = [f"{text.plural(count, 'weight')} {algo}" for algo, count in result.quantized.items()]
+    counts = [
+        text.plural(len(result.files), "file"),
+        text.plural(result.tensors, "tensor"),
+        text.size(result.bytes_written),
+    ]
+    kept = f", {text.size(result.bytes_kept)} of it by an earlier run" if result.bytes_kept else ""
+    return [
+        f"{result.directory}: {', '.join([*counts, *algos])}",
+        f"{text.size(result.bytes_read)} read and {text.size(result.bytes_written)} written{kept} in "
+        f"{text.duration(result.seconds)}, {speed}/s read",
+        *result.notes,
+    ]
