@@ -174,6 +174,10 @@ class TensorFiles:
         """Whether a tensor is handed out with other values, or in another shape, than in its file."""
         return False
 
+    def divisor(self, name: str) -> NDArray[np.float32] | None:
+        """The values in the file of a tensor that is handed out as factors for them; None of any other."""
+        return None
+
     def known_as(self, name: str) -> str:
         """The name in `tensors` of a tensor that a file calls `name`."""
         return name

@@ -22,7 +22,7 @@ from typing import Any
 from moqext.reader.files.tensor_header import TensorInfo
 from moqext.reader.producers.fields import Fields
 from moqext.reader.producers.patterns import matcher
-from moqext.reader.producers.producer import View, plain_modules, quantized_modules
+from moqext.reader.producers.producer import Change, View, plain_modules, quantized_modules
 
 NAME = "compressed-tensors"
 
@@ -31,7 +31,7 @@ _ROLES = {
     "weight_global_scale": "weight_scale_2",
     "input_global_scale": "input_scale",
 }
-_DIVISORS = ("weight_global_scale", "input_global_scale")
+_DIVISORS: dict[str, Change] = {"weight_global_scale": "divisor", "input_global_scale": "reciprocal"}
 _ZERO_POINTS = ("weight_zero_point", "input_zero_point", "output_zero_point")
 _CACHE = re.compile(r"(?P<attention>.*)\.(?P<part>[kv])_proj\.output_scale")
 """Cache scales as versions before 0.8 name them."""
@@ -209,7 +209,7 @@ class CompressedTensors:
         if role in _ZERO_POINTS:
             return None  # of symmetric formats: zero
         if role in _DIVISORS:
-            return View(name, () if info.numel == 1 else info.shape, "reciprocal")
+            return View(name, () if info.numel == 1 else info.shape, _DIVISORS[role])
         if role == "weight_scale" and info.numel == 1:
             weight = tensors.get(f"{module}.weight")
             group = self._group_of(module)
@@ -249,7 +249,7 @@ _SCHEMES: dict[tuple[int, str, str], tuple[str, bool]] = {
     (8, "group", "plain"): ("MXFP8", False),
     (8, "group", "fp8 by group"): ("MXFP8", False),
 }
-"""Bits of weights, what shares their scales, activations -> algorithm, and whether one scale is that of rows."""
+"""Bits of weights, what shares their scales, activations -> algorithm, whether one scale is that of rows."""
 
 _OTHERWISE = {
     (8, "channel", "plain"): "leaves activations as they are; here they are quantized by token",

@@ -1,4 +1,4 @@
-"""Fields of another producer's configuration, which may hold anything: read, or refused by their JSON path."""
+"""Fields of a configuration, which may hold anything: read, or refused by their JSON path."""
 
 from collections.abc import Mapping
 from typing import Any

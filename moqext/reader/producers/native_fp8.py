@@ -5,9 +5,9 @@
     none, static         weight e4m3, weight_scale (_inv), input_scale           FP8
     none, dynamic        weight e4m3, weight_scale (_inv): one                   FP8_PER_CHANNEL_PER_TOKEN
 
-`weight_scale_inv` multiplies, in spite of its name. With activations scaled by token the one scale of a weight
-stands for every row. A module without a scale is not quantized, whether `modules_to_not_convert` has it or
-not; stacked experts have `<projection>_scale_inv`.
+`weight_scale_inv` multiplies, in spite of its name. With activations scaled by token the one scale of a
+weight stands for every row. A module without a scale is not quantized, whether `modules_to_not_convert` has
+it or not; stacked experts have `<projection>_scale_inv`.
 """
 
 import re

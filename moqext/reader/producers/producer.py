@@ -1,4 +1,4 @@
-"""A producer as the reader sees it: what its configuration says in ModelOpt's words, and its tensors under its names.
+"""A producer as the reader sees it: its configuration in ModelOpt's words, its tensors under those names.
 
 A producer is one small module with a class of this shape. Everything above the files knows none of them.
 """
@@ -10,7 +10,7 @@ from moqext.reader.files.tensor_header import TensorInfo
 from moqext.reader.formats.stored import FLOATS, is_quantized
 from moqext.reader.naming import is_never_quantized
 
-Change = Literal["none", "reciprocal", "rows"]
+Change = Literal["none", "divisor", "reciprocal", "rows"]
 
 
 class View(NamedTuple):
@@ -19,8 +19,8 @@ class View(NamedTuple):
     Attributes:
         name: ModelOpt's.
         shape: that it is handed out in.
-        change: "none" where the bytes stay; "reciprocal" of a divisor, in float32; "rows" where one value is
-            repeated for each row.
+        change: "none" where the bytes stay; "divisor" of a weight, as the factor in float32; "reciprocal" of
+            a divisor of activations; "rows" where one value is repeated for each row.
     """
 
     name: str

@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 from moqext.reader.files.tensor_files import TensorFiles, TensorInfo
 from moqext.reader.files.tensor_header import Header
 from moqext.reader.producers.producer import Producer, View
+from moqext.reader.producers.reciprocal import factors_of
 from moqext.reference import as_float32
+
+_FACTORS = ("divisor", "reciprocal")
 
 
 class TranslatedFiles(TensorFiles):
@@ -35,7 +38,7 @@ class TranslatedFiles(TensorFiles):
                 continue
             if view.name != name and (view.name in files.tensors or view.name in tensors):
                 view = View(name, info.shape)
-            dtype = "F32" if view.change == "reciprocal" else info.dtype
+            dtype = "F32" if view.change in _FACTORS else info.dtype
             tensors[view.name] = TensorInfo(view.name, dtype, view.shape, info.file, info.begin, info.end)
             self._views[view.name] = (name, view)
         self.tensors = MappingProxyType(tensors)
@@ -56,6 +59,11 @@ class TranslatedFiles(TensorFiles):
         """See `TensorFiles.is_changed`."""
         return self._views[name][1].change != "none" or self.source(name).shape != self.tensors[name].shape
 
+    def divisor(self, name: str) -> NDArray[np.float32] | None:
+        """See `TensorFiles.divisor`."""
+        source, view = self._views[name]
+        return as_float32(self._stored.tensor(source)) if view.change == "divisor" else None
+
     def known_as(self, name: str) -> str:
         """See `TensorFiles.known_as`."""
         return self._producer.rename(name)
@@ -66,7 +74,9 @@ class TranslatedFiles(TensorFiles):
             raise self.why_absent(name)
         source, view = self._views[name]
         array = self._stored.tensor(source, raw=raw)
-        if view.change == "reciprocal":
+        if view.change == "divisor":
+            array = factors_of(array)
+        elif view.change == "reciprocal":
             with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # judged as scales are
                 array = np.reciprocal(as_float32(array))
         elif view.change == "rows":
