@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from moqext.reader.files.tensor_header import TensorInfo
 from moqext.reader.formats.stored import FLOATS, is_quantized
-from moqext.reader.naming import is_never_quantized
 
 Change = Literal["none", "divisor", "reciprocal", "rows"]
 
@@ -52,14 +51,11 @@ class Producer(Protocol):
 
 
 def plain_modules(tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """Modules with a matrix that is not quantized and that no exporter would leave so unasked."""
+    """Modules with a matrix that is not quantized."""
     return [
         module
         for name, info in tensors.items()
-        if (module := name.removesuffix(".weight")) != name
-        and len(info.shape) == 2
-        and info.dtype in FLOATS
-        and not is_never_quantized(module)
+        if (module := name.removesuffix(".weight")) != name and len(info.shape) == 2 and info.dtype in FLOATS
     ]
 
 

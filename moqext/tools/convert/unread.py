@@ -26,10 +26,11 @@ def take_in_unread(checkpoint: CheckpointReader) -> tuple[CheckpointReader, list
         if path in read or path.name.startswith(_OTHERS):
             continue
         header = read_header(path)
-        new = [name for name in header.tensors if _module(name) not in modules]
+        known_as = checkpoint.files.known_as
+        new = [name for name in header.tensors if _module(known_as(name)) not in modules]
         if not new:
             continue
-        modules.update(map(_module, new))
+        modules.update(_module(known_as(name)) for name in new)
         checkpoint = checkpoint.with_files(checkpoint.files.with_file(path, header, new))
         which = "" if len(new) == len(header.tensors) else f"{len(new):,} of "
         notes.append(f"{path.name}, which no index names: {which}{len(header.tensors):,} tensors written too")
