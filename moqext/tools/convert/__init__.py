@@ -21,7 +21,7 @@ from moqext.tools.convert.configurations import Format, configurations
 from moqext.tools.convert.files import INDEX_FILE, config_dtype, other_files, plain_config
 from moqext.tools.convert.fp8 import ALGO, LayerError, Requantizer
 from moqext.tools.convert.jobs import Job
-from moqext.tools.convert.modelopt import plan_modelopt
+from moqext.tools.convert.modelopt import describe, plan_modelopt
 from moqext.tools.convert.plan import Experts, Plan, make_plan, split
 from moqext.tools.convert.staging import Contents, Staging
 from moqext.tools.convert.unread import take_in_unread
@@ -134,9 +134,8 @@ def _plan(checkpoint: CheckpointReader, to: str, experts: Experts) -> _Planned:
     if to == "fp8":
         return _plan_fp8(checkpoint)
     if to == "modelopt":
-        plan, quantized, plain = plan_modelopt(checkpoint)
-        kv_algo = _cache_algo(checkpoint, to)
-        return plan, _documents(checkpoint, quantized, plain, _model_dtype(checkpoint), kv_algo), []
+        documents = _documents(checkpoint, describe(checkpoint), _model_dtype(checkpoint))
+        return plan_modelopt(checkpoint), documents, []
     dtype = PLAIN_TARGETS[to]
     config = plain_config(checkpoint.model_config, FLOAT_DTYPES[dtype])
     return make_plan(checkpoint, dtype, experts), {"config.json": config} if config else {}, []
@@ -162,7 +161,8 @@ def _plan_fp8(checkpoint: CheckpointReader) -> _Planned:
             "there are none"
         )
         raise CheckpointError(message, file=checkpoint.directory)
-    return plan, _documents(checkpoint, quantized, plain, dtype, kv_algo), requantizer.errors
+    described = configurations(checkpoint, quantized, plain, kv_algo)
+    return plan, _documents(checkpoint, described, dtype), requantizer.errors
 
 
 def _model_dtype(checkpoint: CheckpointReader) -> str:
@@ -172,14 +172,10 @@ def _model_dtype(checkpoint: CheckpointReader) -> str:
 
 
 def _documents(
-    checkpoint: CheckpointReader,
-    quantized: Mapping[str, Format],
-    plain: Sequence[str],
-    dtype: str,
-    kv_algo: str | None,
+    checkpoint: CheckpointReader, described: tuple[dict[str, Any], dict[str, Any]], dtype: str
 ) -> dict[str, dict[str, Any]]:
-    """The configurations of a quantized checkpoint, as ModelOpt has them."""
-    inline, own = configurations(checkpoint, quantized, plain, kv_algo)
+    """The JSON files of a quantized checkpoint, from what `configurations` returned."""
+    inline, own = described
     documents = {"hf_quant_config.json": own}
     if checkpoint.model_config:
         config = plain_config(checkpoint.model_config, FLOAT_DTYPES[dtype])

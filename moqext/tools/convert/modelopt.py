@@ -1,4 +1,4 @@
-"""The same codes and scales under ModelOpt's names and in its shapes, whoever wrote them.
+"""Writes codes and scales under ModelOpt's names and in its shapes, whoever wrote them.
 
     role                           written as
     weight                         its bytes, in plain order
@@ -12,6 +12,7 @@ tell how much weights differ with the one that is written.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from moqext.reader.formats.stored import FLOATS
 from moqext.reader.naming import parse_tensor_name
 from moqext.reader.producers.reciprocal import difference
 from moqext.reader.records import LayerRecord, Projection
-from moqext.tools.convert.configurations import Format
+from moqext.tools.convert.configurations import Format, configurations
 from moqext.tools.convert.jobs import CHUNK, Job, Pieces, plain_job
 from moqext.tools.convert.plan import Plan, sort_plain
 from moqext.tools.convert.writer import TensorSpec
@@ -42,19 +43,17 @@ _SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 _CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
 
 
-def plan_modelopt(checkpoint: CheckpointReader) -> tuple[Plan, dict[str, Format], list[str]]:
-    """The plan, the format of each module with codes, and the modules with a matrix without.
+def plan_modelopt(checkpoint: CheckpointReader) -> Plan:
+    """The plan of everything that is written.
 
     Raises:
-        CheckpointError: there is nothing quantized, or codes belong to no layer.
+        CheckpointError: codes belong to no layer.
     """
     kept, notes = sort_plain(checkpoint, keep_cache=True)
     jobs: list[Job] = []
-    quantized: dict[str, Format] = {}
     divided: list[str] = []
     weights = 0
-    for name, record in _records(checkpoint):
-        quantized[name] = Format(record.quant_algo, record.group_size)
+    for _, record in _records(checkpoint):
         weights += 1
         for role, tensor in record.tensors.items():
             if role == "bias":
@@ -62,22 +61,33 @@ def plan_modelopt(checkpoint: CheckpointReader) -> tuple[Plan, dict[str, Format]
             jobs.append(_stored_job(checkpoint, record, role, tensor))
             if role == "weight_scale_2" and checkpoint.files.divisor(tensor) is not None:
                 divided.append(tensor)
-    if not quantized:
-        raise CheckpointError("nothing quantized to write as ModelOpt does", file=checkpoint.directory)
     for info in kept:
         named = parse_tensor_name(info.name)
         if named is not None and named.role in _CACHE_SCALES and info.dtype in FLOATS:
             jobs.append(_scale_job(checkpoint, info, info.name, () if info.numel == 1 else info.shape))
         else:
             jobs.append(plain_job(checkpoint, info, info.name, info.dtype))
-    plain = [
-        info.name.removesuffix(".weight")
-        for info in kept
-        if len(info.shape) in (2, 3) and info.name.endswith(".weight")
-    ]
     order = {name: place for place, name in enumerate(checkpoint.tensors)}
     jobs.sort(key=lambda job: order[job.source])
-    return Plan(jobs, weights, [*notes, *_reciprocals(checkpoint, divided)]), quantized, plain
+    return Plan(jobs, weights, [*notes, *_reciprocals(checkpoint, divided)])
+
+
+def describe(checkpoint: CheckpointReader) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The quantization_config of config.json, and hf_quant_config.json, in ModelOpt's words.
+
+    Raises:
+        CheckpointError: there is nothing quantized, or codes belong to no layer.
+    """
+    quantized = {name: Format(record.quant_algo, record.group_size) for name, record in _records(checkpoint)}
+    if not quantized:
+        raise CheckpointError("nothing quantized to write as ModelOpt does", file=checkpoint.directory)
+    plain = [
+        info.name.removesuffix(".weight")
+        for info in sort_plain(checkpoint)[0]
+        if len(info.shape) in (2, 3) and info.name.endswith(".weight")
+    ]
+    kv_algo = checkpoint.config.kv_cache_quant_algo if checkpoint.config else None
+    return configurations(checkpoint, quantized, plain, kv_algo)
 
 
 def _records(checkpoint: CheckpointReader) -> Iterator[tuple[str, LayerRecord | Projection]]:
