@@ -107,6 +107,13 @@ class CheckpointReader:
         return config
 
     @property
+    def producer(self) -> str:
+        """Name and version of what wrote the files, as these tell; empty where nothing does."""
+        if self.config is not None:
+            return " ".join(part for part in self.config.producer if part)
+        return "ComfyUI" if self._layouts.has_markers else ""
+
+    @property
     def has_content(self) -> bool:
         """False where there is no quantization configuration, no safetensors file and no index of such."""
         return self.config is not None or self.files.has_weights or bool(self.files.named)

@@ -98,7 +98,7 @@ HEAD = {"targets": ["Linear"], "ignore": ["lm_head"]}
 
 
 def group(scheme, *targets):
-    """One of several groups: a preset for other targets."""
+    """A preset for some targets, as one of several groups."""
     found = compressed_tensors.quantization.preset_name_to_scheme(scheme, list(targets))
     return found.model_dump()
 

@@ -26,17 +26,14 @@ def choose_producer(documents: Sequence[Document]) -> Producer | None:
     Raises:
         ConfigError: the configuration of one cannot be understood.
     """
-    methods = {document.get("quant_method") for _, _, document in documents if _is_text(document)}
-    if len(methods) != 1 or len(methods & PRODUCERS.keys()) != 1:
+    methods = {_method(document) for _, _, document in documents}
+    if len(methods) != 1 or any(name in document for _, _, document in documents for name in _OF_MODELOPT):
         return None
-    if any(not _is_text(document) or _of_modelopt(document) for _, _, document in documents):
-        return None
-    return PRODUCERS[methods.pop()](*documents[0])
+    make = PRODUCERS.get(methods.pop())
+    return None if make is None else make(*documents[0])
 
 
-def _is_text(document: Any) -> bool:
-    return isinstance(document, Mapping) and isinstance(document.get("quant_method"), str)
-
-
-def _of_modelopt(document: Mapping[str, Any]) -> bool:
-    return any(name in document for name in _OF_MODELOPT)
+def _method(document: Any) -> str:
+    """The `quant_method`, empty where there is none that is text."""
+    method = document.get("quant_method") if isinstance(document, Mapping) else None
+    return method if isinstance(method, str) else ""

@@ -32,7 +32,7 @@ class GptOss:
             "kv_cache_quant_algo": None,
             "exclude_modules": sorted({*self._ignored, *plain_modules(tensors)}),
         }
-        return {"producer": {"name": "mxfp4", "version": None}, "quantization": quantization}
+        return {"producer": {"name": "quant_method mxfp4", "version": None}, "quantization": quantization}
 
     def notes(self) -> tuple[str, ...]:
         """See `Producer`."""

@@ -54,7 +54,7 @@ class NativeFp8:
             "kv_cache_quant_algo": None,
             "exclude_modules": excluded,
         }
-        return {"producer": {"name": "fp8", "version": None}, "quantization": quantization}
+        return {"producer": {"name": "quant_method fp8", "version": None}, "quantization": quantization}
 
     def notes(self) -> tuple[str, ...]:
         """See `Producer`."""

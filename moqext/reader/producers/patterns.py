@@ -7,8 +7,8 @@ is refused, and so are more repetitions after each other than genuine patterns h
 import re
 import warnings
 from collections.abc import Callable
-from re import _constants as kinds
-from re import _parser
+from re import _constants as kinds  # type: ignore[attr-defined]
+from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
 MAX_PATTERN = 1024

@@ -97,7 +97,7 @@ def _producer(checkpoint: CheckpointReader) -> dict[str, str | None]:
         return {"name": "modelopt"}
     if config.producer.name == "modelopt":
         return dict(config.producer._asdict())
-    return {"name": "modelopt", "version": "-".join(part for part in config.producer if part)}
+    return {"name": "modelopt", "version": f"from {checkpoint.producer}"}
 
 
 def _excluded(
