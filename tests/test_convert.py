@@ -648,3 +648,12 @@ def test_wrong_arguments(argument, data, tmp_path):
     with pytest.raises(ValueError, match=next(iter(argument))):
         moqext.Checkpoint(data / "exports/fp8_kvcast").convert(tmp_path / "out", **argument)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_of_a_type_that_the_format_does_not_name_is_refused(rng, tmp_path):
+    source = write(tmp_path / "in", {**nvfp4(rng, "a.up_proj", 32, 32), "a.extra": np.zeros(4, np.float32)})
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"dtype":"F32","shape":[4]', b'"dtype":"X32","shape":[4]'))
+    for to in ("bf16", "modelopt"):
+        with pytest.raises(moqext.CheckpointError, match="its type 'X32' is not known"):
+            moqext.Checkpoint(source).convert(tmp_path / "out", to=to)

@@ -445,3 +445,10 @@ def test_stacked_experts_in_native_fp8(rng, tmp_path):
         scale = np.repeat(tensors[f"{stack}.gate_up_proj_scale_inv"], 128, axis=1)
         expected = tensors[f"{stack}.gate_up_proj"].astype(np.float32) * scale
         np.testing.assert_array_equal(checkpoint.dequantize(f"{stack}.gate_up_proj"), expected)
+
+
+@pytest.mark.parametrize("document", [5, ["fp8"], "fp8", {"quant_method": ["fp8"]}])
+def test_a_configuration_that_is_no_object_is_refused(tmp_path, document):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": document}))
+    with pytest.raises(ConfigError, match="quantization_config"):
+        Checkpoint(tmp_path)

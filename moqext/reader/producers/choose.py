@@ -27,10 +27,10 @@ def choose_producer(documents: Sequence[Document]) -> Producer | None:
         ConfigError: the configuration of one cannot be understood.
     """
     methods = {_method(document) for _, _, document in documents}
-    if len(methods) != 1 or any(name in document for _, _, document in documents for name in _OF_MODELOPT):
+    make = PRODUCERS.get(methods.pop()) if len(methods) == 1 else None
+    if make is None or any(name in document for _, _, document in documents for name in _OF_MODELOPT):
         return None
-    make = PRODUCERS.get(methods.pop())
-    return None if make is None else make(*documents[0])
+    return make(*documents[0])
 
 
 def _method(document: Any) -> str:

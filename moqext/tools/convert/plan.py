@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 from moqext.errors import CheckpointError
 from moqext.reader.checkpoint_reader import CheckpointReader
 from moqext.reader.files.tensor_files import TensorInfo
+from moqext.reader.files.tensor_header import DTYPE_BITS
 from moqext.reader.formats.stored import is_small
 from moqext.reader.matrices import FLOAT_DTYPES, Matrix, quantized_matrices
 from moqext.reader.naming import KV_ROLES, parse_tensor_name
@@ -109,7 +110,7 @@ def sort_plain(
     """The tensors that are kept beside the quantized weights, and notes about what is left out.
 
     Raises:
-        CheckpointError: codes belong to no layer: what they mean is not known.
+        CheckpointError: codes belong to no layer, or a tensor has a type that the format does not name.
     """
     owned: dict[str, str] = {}
     modules = set()
@@ -133,6 +134,9 @@ def sort_plain(
             if role == "bias":
                 kept.append(info)
         elif role in (None, "weight", "bias") or (named is not None and named.part == "scale"):
+            if info.dtype not in DTYPE_BITS:
+                message = f"cannot be converted: its type {info.dtype[:40]!r} is not known"
+                raise CheckpointError(message, file=checkpoint.directory, tensor=name)
             if is_small(info) and info.dtype not in ("U8", "I8"):
                 message = f"cannot be converted: codes of type {info.dtype} that belong to no layer"
                 raise CheckpointError(message, file=checkpoint.directory, tensor=name)
