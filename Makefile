@@ -14,6 +14,7 @@
 #   make sanitize-cuda GPU tests under compute-sanitizer, on a machine with a device; TOOL (memcheck), JOBS (8)
 #   make fuzz         every fuzz target for SECONDS (needs clang with its compiler-rt)
 #   make checkpoints  write tests/data/exports anew (downloads torch, Transformers and ModelOpt)
+#   make producers    write tests/data/producers anew (downloads torch, Transformers and llm-compressor)
 #   make format       apply the formatters
 #   make clean        remove everything the above have made
 # Variables: PYTHON (interpreter), PYTEST (options for pytest), WORKERS (processes of pytest), DEMO (checkpoint
@@ -39,7 +40,7 @@ SOURCES  := setup.py pyproject.toml MANIFEST.in README.md $(shell find csrc moqe
               -not -name '*.so' -not -name '*.pyc')
 C_FILES   = $(shell find csrc tests -name third_party -prune -o -name '*.[ch]' -print -o -name '*.cu' -print -o -name '*.cuh' -print)
 
-.PHONY: demo test cuda-archs oldest frameworks sglang vllm lint format sanitize sanitize-cuda fuzz checkpoints \
+.PHONY: demo test cuda-archs oldest frameworks sglang vllm lint format sanitize sanitize-cuda fuzz checkpoints producers \
         packages clean
 .DELETE_ON_ERROR:
 
@@ -108,6 +109,9 @@ fuzz:
 checkpoints: .venv-checkpoints/.installed
 	.venv-checkpoints/bin/python tests/data/make_checkpoints.py tests/data/exports
 
+producers: .venv-producers/.installed
+	.venv-producers/bin/python tests/data/make_producers.py tests/data/producers
+
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info moqext/*.so .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -117,7 +121,7 @@ clean:
 # Packages of an environment are installed again when this file or pyproject.toml changes, moqext when sources do.
 HASH := $(shell cat pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
 PIP   = python -m pip install -q --disable-pip-version-check
-ENVIRONMENTS := .venv .venv-oldest .venv-lint .venv-frameworks .venv-sglang .venv-vllm .venv-sanitize .venv-checkpoints
+ENVIRONMENTS := .venv .venv-oldest .venv-lint .venv-frameworks .venv-sglang .venv-vllm .venv-sanitize .venv-checkpoints .venv-producers
 
 $(ENVIRONMENTS:=/.made-$(HASH)):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -239,4 +243,12 @@ SGLANG_NEEDS = transformers==5.19.0 compressed-tensors==0.18.0 apache-tvm-ffi op
 	.venv-checkpoints/bin/python -m pip install torch==2.13.0
 	.venv-checkpoints/bin/python -m pip install torch==2.13.0 nvidia-modelopt==0.47.0 transformers==5.14.1 \
 	  accelerate==1.15.0 numpy safetensors requests
+	touch $@
+
+# Without what llm-compressor imports for other quantizers only (auto-round).
+.venv-producers/.installed: .venv-producers/.made-$(HASH)
+	.venv-producers/bin/python -m pip install torch==2.13.0
+	.venv-producers/bin/python -m pip install torch==2.13.0 compressed-tensors==0.19.0 transformers==5.17.0 \
+	  accelerate==1.15.0 datasets loguru nvidia-ml-py pillow requests safetensors
+	.venv-producers/bin/python -m pip install --no-deps llmcompressor==0.14.0.1
 	touch $@

@@ -23,7 +23,7 @@ from moqext.tools.repair import RepairPlan, plan_repair
 
 
 class Checkpoint(CheckpointReader):
-    """A directory as ModelOpt exports it: config.json and hf_quant_config.json, and safetensors files.
+    """A directory as ModelOpt or a producer of docs/files.md writes it: JSON and safetensors files.
 
     One file of several can be opened alone; the configuration is that beside it, and nothing is missed then.
 
@@ -36,6 +36,7 @@ class Checkpoint(CheckpointReader):
         directory: the directory; for a model of the Hub where its files are.
         file: the one file that was opened, of safetensors or an index of such; None for a directory.
         headers_only: whether only headers are there.
+        producer: name and version of what wrote the files, as they tell; empty where nothing does.
         config: the quantization configuration, from all files that state one; None when none does. Then the
             tensors alone tell what is quantized, and a problem says so.
         files: the safetensors files in the directory.
@@ -189,7 +190,7 @@ class Checkpoint(CheckpointReader):
         max_shard_size: int = MAX_SHARD_SIZE,
         progress: Progress | None = None,
     ) -> Conversion:
-        """Writes the model without quantization, as Transformers and others load it, or in FP8.
+        """Writes the model without quantization, as Transformers loads it, in FP8, or as ModelOpt does.
 
         Weights are dequantized, rounded once from float32 to the nearest even, and multiplied with their
         `pre_quant_scale` and low-rank pair where they have one. Plain tensors of 16 bits get the same type,
@@ -201,7 +202,8 @@ class Checkpoint(CheckpointReader):
             out: the directory to write to, made if it is not there.
             to: "bf16", "fp16" or "fp32"; or "fp8", which is no plain type: weights are requantized with one
                 scale for each row (FP8_PER_CHANNEL_PER_TOKEN), for engines without NVFP4. Plain tensors, FP8
-                scales of the cache and exclusions stay, and `errors` of the result tells what it cost.
+                scales of the cache and exclusions stay, and `errors` of the result tells what it cost. Or
+                "modelopt": the same codes and scales under ModelOpt's names, whoever wrote them.
             experts: "source": as they are stored here; "stacked" or "unstacked": in one tensor for all
                 experts, or in tensors of their own, named as Transformers does; "auto": as Transformers
                 loads this model.

@@ -218,9 +218,11 @@ def test_a_directory_without_configuration(tmp_path):
 @pytest.mark.parametrize(
     "method, reader",
     [
-        ("compressed-tensors", "Transformers with compressed-tensors read it"),
-        ("gptq", "Transformers with gptqmodel read it"),
-        ("fp8", "vLLM, SGLang and Transformers read it"),
+        ("gptq", "vLLM, SGLang, and Transformers with gptqmodel read it"),
+        ("awq", "vLLM, SGLang, and Transformers with gptqmodel read it"),
+        ("bitsandbytes", "vLLM, and Transformers with bitsandbytes, read it"),
+        ("torchao", "vLLM, and Transformers with torchao, read it"),
+        ("gguf", "llama.cpp, vLLM and Transformers read it"),
         ("nobody-knows", "expected modelopt, modelopt_fp4, modelopt_mxfp8 or modelopt_mixed"),
     ],
 )
@@ -235,3 +237,9 @@ def test_another_quantizer_is_named_with_what_reads_it_and_where_it_is(tmp_path,
     with pytest.raises(ConfigError) as caught:
         QuantConfig.from_dict(config)
     assert str(caught.value).endswith(reader)
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "fp8", "mxfp4"])
+def test_a_configuration_that_is_read_with_its_tensors_says_so(method):
+    with pytest.raises(ConfigError, match=r"moqext\.Checkpoint reads it with its tensors$"):
+        QuantConfig.from_dict({"quantization_config": {"quant_method": method}})

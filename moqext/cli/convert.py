@@ -1,4 +1,4 @@
-"""`python -m moqext convert`: a checkpoint written again without quantization, or in FP8."""
+"""`python -m moqext convert`: a checkpoint without quantization, in FP8, or in ModelOpt's names."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Declares the subcommand."""
     parser = subparsers.add_parser(
         "convert",
-        help="write a checkpoint again without quantization, or in FP8",
+        help="write a checkpoint again without quantization, in FP8, or as ModelOpt has it",
         description="Writes the model with plain weights, as Transformers and others load it: safetensors, "
         "config.json without quantization, and all other files. Exit status: 0, 2 for wrong arguments, a "
         "checkpoint that cannot be read or has a problem of severity error, or a target that cannot be "
@@ -48,7 +48,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--to",
         choices=TARGETS,
         default="bf16",
-        help="type of the weights (bf16); fp8: a scale for each row",
+        help="type of the weights (bf16); fp8: a scale for each row; modelopt: the same codes under "
+        "ModelOpt's names",
     )
     parser.add_argument(
         "--experts",
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 def report(result: Conversion, to: str) -> list[str]:
     """Sentences that say what was written."""
     speed = text.size(int((result.bytes_read + result.bytes_written) / max(result.seconds, 1e-9)))
-    done = "converted" if to == "fp8" else "dequantized"
+    done = {"fp8": "converted", "modelopt": "kept in their codes"}.get(to, "dequantized")
     counts = [
         text.plural(len(result.files), "file"),
         text.plural(result.tensors, "tensor"),

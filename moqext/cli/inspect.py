@@ -84,6 +84,7 @@ def as_data(
     return {
         "schema": SCHEMA,
         "directory": checkpoint.name,
+        "producer": checkpoint.producer,
         "architectures": list(checkpoint.architectures),
         "config": None
         if config is None
@@ -235,9 +236,7 @@ def as_text(
 
 def _header(checkpoint: Checkpoint, columns: int | None) -> list[str]:
     config = checkpoint.config
-    facts = list(checkpoint.architectures)
-    if config is not None:
-        facts.append(" ".join(part for part in config.producer if part))
+    facts = [checkpoint.producer, *checkpoint.architectures]
     files = checkpoint.files
     if files.has_weights:
         total = text.size(sum(tensor_bytes(info) for info in files.tensors.values()))

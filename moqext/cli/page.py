@@ -90,12 +90,11 @@ def _section(title: str, content: str, note: str = "") -> str:
 
 def _head(checkpoint: Checkpoint, name: str) -> str:
     config = checkpoint.config
-    facts = list(checkpoint.architectures)
+    facts = [checkpoint.producer, *checkpoint.architectures]
     if config is not None:
         facts += [config.quant_algo or "no algorithm for weights"]
         if config.kv_cache_quant_algo:
             facts.append(f"KV cache {config.kv_cache_quant_algo}")
-        facts.append(" ".join(part for part in config.producer if part))
     chips = "".join(f"<li>{_text(fact)}</li>" for fact in facts if fact)
     return f'<header>\n<h1>{_text(name)}</h1>\n<ul class="chips">{chips}</ul>\n</header>'
 

@@ -27,6 +27,8 @@ from moqext.reader.formats.layouts import Layout, Layouts, Nibbles, ScaleLayout,
 from moqext.reader.formats.scale_values import BLOCK_SCALES_READ, block_scale_bytes
 from moqext.reader.naming import KV_ROLES, near_names, parse_tensor_name
 from moqext.reader.problems import Problem
+from moqext.reader.producers.choose import choose_producer
+from moqext.reader.producers.translated_files import TranslatedFiles
 from moqext.reader.records import Findings, KVRecord, LayerRecord, Projection
 
 Progress = Callable[[int, int, str], None]
@@ -90,11 +92,26 @@ class CheckpointReader:
         self._findings: dict[tuple[bool, bool], Findings] = {}
 
     def _read_config(self) -> QuantConfig | None:
+        """The configuration; files of another producer are read as ModelOpt's from here on."""
         try:
             documents = list(config_documents(self.directory))
-            return QuantConfig(documents) if documents else None
+            producer = choose_producer(documents)
+            if producer is None:
+                return QuantConfig(documents) if documents else None
+            self.files = TranslatedFiles(self.files, producer)
+            file, path, _ = documents[0]
+            config = QuantConfig([(file, path, producer.document(self.files.tensors))])
         except ConfigError as error:
             raise in_directory(error, self.name) from None
+        config.notes = (*config.notes, *producer.notes())
+        return config
+
+    @property
+    def producer(self) -> str:
+        """Name and version of what wrote the files, as these tell; empty where nothing does."""
+        if self.config is not None:
+            return " ".join(part for part in self.config.producer if part)
+        return "ComfyUI" if self._layouts.has_markers else ""
 
     @property
     def has_content(self) -> bool:
@@ -143,8 +160,9 @@ class CheckpointReader:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Type, shape and place of every tensor, by name.
 
+        Names are ModelOpt's whoever wrote the files; `files.source` tells what a file has under a name.
         Padded scales have the shape that `tensor` hands them out in, and markers of ComfyUI are left out;
-        `files.tensors` has all as they are in the files.
+        `files.tensors` has them as they are in the files.
         """
         return self._layouts.tensors
 

@@ -294,7 +294,8 @@ class QuantLinear(PreparedModule):
                 f"QuantLinear: {self.quant_algo} prepared with compute={self.compute!r} on the CPU has the "
                 "checkpoint's tensors no more; prepare with compute='exact', or load the checkpoint again"
             )
-        if self._specs["weight_scale"].dtype == "float8_e8m0fnu":
+        is_mx = self._specs["weight_scale"].dtype == "float8_e8m0fnu"
+        if is_mx and "output_scale" in self._prepared:  # of MXFP4: MXFP8 keeps its scales
             factors = self._prepared["output_scale"]
             stored["weight_scale"] = stored_exponents(stored["weight_scale"], factors)
 

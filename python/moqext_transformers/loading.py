@@ -1,4 +1,4 @@
-"""Directories that AutoModel does not know for ModelOpt's: the configuration is put together first."""
+"""Directories that AutoModel does not give to moqext: the configuration is put together first."""
 
 import json
 import os
@@ -7,8 +7,10 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
-from moqext import ConfigError
+from moqext import Checkpoint, ConfigError
 from moqext.ops.spelling import Compute
+from moqext.reader.producers.choose import PRODUCERS
+from moqext.tools.convert.modelopt import describe
 from moqext_transformers.quantizer import METHOD
 
 
@@ -23,7 +25,8 @@ def load_config(
     """The configuration of a model with what ModelOpt says of its quantization, wherever that stands.
 
     It is in config.json, with `quant_method` or, from older exporters, without, or in hf_quant_config.json
-    alone, which Transformers does not read.
+    alone, which Transformers does not read. Of other producers that `Checkpoint` reads (compressed-tensors,
+    `quant_method` fp8 and mxfp4) it is what ModelOpt would have said.
 
     Args:
         directory: of the checkpoint, or its name on the hub.
@@ -36,7 +39,7 @@ def load_config(
         A configuration for `from_pretrained(directory, config=...)`.
 
     Raises:
-        ConfigError: no file says that ModelOpt quantized it, or one says that another tool did.
+        ConfigError: no file says how it is quantized, or one says that a tool did which is not read.
     """
     config = AutoConfig.from_pretrained(directory, **kwargs)
     holder, found = config, getattr(config, "quantization_config", None)
@@ -50,13 +53,27 @@ def load_config(
         )
     fields = dict(found)
     method = fields.pop("quant_method", "modelopt")
-    if method not in ("modelopt", METHOD):
+    if method in PRODUCERS and "quant_algo" not in fields:
+        fields = _as_modelopt(directory, kwargs)
+    elif method not in ("modelopt", METHOD):
         raise ConfigError(f"{directory}: quantized by {method!r}, not by ModelOpt")
     if holder is not config:
         del holder.quantization_config
     options = {"compute": compute, "fuse": fuse, "dequantize_unsupported": dequantize_unsupported}
     config.quantization_config = fields | {"quant_method": METHOD} | options
     return config
+
+
+def _as_modelopt(directory: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The fields that ModelOpt would have written for files of another producer, but `quant_method`."""
+    name = os.fspath(directory)
+    if os.path.isdir(name):
+        name = os.path.join(name, kwargs.get("subfolder") or "")
+    elif kwargs.get("revision"):
+        name = f"{name}@{kwargs['revision']}"
+    with Checkpoint(name, headers_only=True) as checkpoint:
+        fields, _ = describe(checkpoint)
+    return {field: value for field, value in fields.items() if field != "quant_method"}
 
 
 def _own_file(directory: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -82,7 +99,7 @@ def from_pretrained(
     config: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """A model of a ModelOpt checkpoint, whichever file tells that it is one, with a choice of `compute`.
+    """A model of a checkpoint that `Checkpoint` reads, whichever file tells so, with a choice of `compute`.
 
     Args:
         directory: of the checkpoint, or its name on the hub.

@@ -116,6 +116,11 @@ class ModelOptQuantizer(HfQuantizer):
     def __init__(self, quantization_config: ModelOptConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._renamed: dict[str, str] = {}  # tensors that the checkpoint has under another producer's names
+        self._translated: set[str] = (
+            set()
+        )  # those of another producer, which are saved under ModelOpt's names
+        self._translations: list[Any] = []
+        self._restated: dict[tuple[str, str], str] = {}  # module and role of what a file has in another form
         self._dequantized = DequantizedLayers()
         self._dtypes: dict[str, torch.dtype] = {}  # of what is not quantized, as the model wants it
         self._experts = LoadedExperts(quantization_config.compute)
@@ -158,7 +163,8 @@ class ModelOptQuantizer(HfQuantizer):
             names = Names(model, checkpoint)
             self._renamed |= names.respelled(model)
             self._stored_config = checkpoint.config
-            ignored = {names.loaded(tensor) for tensor in self._read_cache_scales(checkpoint)}
+            cache = self._read_cache_scales(checkpoint)
+            ignored = {names.loaded(checkpoint.files.source(tensor).name) for tensor in cache}
             try:
                 ignored |= self._replace(model, checkpoint, names, device_map)
             except UnsupportedQuantization as error:
@@ -213,7 +219,7 @@ class ModelOptQuantizer(HfQuantizer):
             for part in (*group.record.members, *group.record.projections):
                 self._stored |= dict.fromkeys((part.name, names.without_head(part.name)), part)
         return {
-            names.loaded(tensor)
+            names.loaded(checkpoint.files.source(tensor).name)
             for name, place in places.items()
             for role, tensor in place.record.tensors.items()
             if role != "weight" and (name not in linears or _is_unused(linears[name], role))
@@ -230,13 +236,17 @@ class ModelOptQuantizer(HfQuantizer):
             held = getattr(linear, role, None)
             if held is None:
                 continue  # a scale that the format does not use
-            info = checkpoint.files.tensors[tensor]
+            info = checkpoint.files.source(tensor)
             if tuple(held.shape) != tuple(info.shape):
                 linear.register_buffer(role, held.new_empty(info.shape))
             if role == "bias":
                 linear.bias = torch.nn.Parameter(held.to(STORED[info.dtype]), requires_grad=False)
-            if not names.reaches(tensor, f"{name}.{role}"):
-                self._renamed[names.loaded(tensor)] = f"{name}.{role}"
+            if not names.reaches(info.name, f"{name}.{role}"):
+                self._renamed[names.loaded(info.name)] = f"{name}.{role}"
+                if info.name != tensor:
+                    self._translated.add(names.loaded(info.name))
+            if checkpoint.files.is_changed(tensor):
+                self._restated[name, role] = tensor
         return linear
 
     def _read_cache_scales(self, checkpoint: Checkpoint) -> set[str]:
@@ -264,8 +274,9 @@ class ModelOptQuantizer(HfQuantizer):
         """Adds the names of tensors that another producer called differently."""
         from transformers.core_model_loading import WeightRenaming
 
-        renamed = [WeightRenaming(re.escape(old), new) for old, new in self._renamed.items()]
-        return [*weight_conversions, *renamed]
+        renamed = {old: WeightRenaming(re.escape(old), new) for old, new in self._renamed.items()}
+        self._translations = [renamed[old] for old in self._translated & renamed.keys()]
+        return [*weight_conversions, *renamed.values()]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module in model.named_modules():
@@ -275,7 +286,18 @@ class ModelOptQuantizer(HfQuantizer):
             tensor.data = aligned(tensor.data)
         assert self._directory is not None  # of the hook before
         with Checkpoint(self._directory) as checkpoint:
+            for (name, role), tensor in self._restated.items():
+                module = model.get_submodule(name)
+                module.register_buffer(
+                    role, stored_tensor(checkpoint, tensor).to(getattr(module, role).device)
+                )
             self._dequantized.fill(model, checkpoint, self._dtypes)
+        if self._translations:
+            model._weight_conversions = [
+                each
+                for each in model._weight_conversions
+                if not any(each is own for own in self._translations)
+            ]
         if self.quantization_config.fuse:
             fuse(model)
         make_readable(model)

@@ -280,6 +280,7 @@ def test_json(inspect, data, name):
     assert list(report) == [
         "schema",
         "directory",
+        "producer",
         "architectures",
         "config",
         "totals",

@@ -3,7 +3,8 @@
     python tests/fuzz/mutate.py TARGET [--seconds S] [--runs N] [--seed N]
 
 Targets: config (QuantConfig.from_dict and questions to it), checkpoint (a directory opened, its layers,
-dequantized and loaded), inspect and verify (the commands). A case is the genuine files with one to four
+dequantized and loaded), producers (the same with files of others than ModelOpt, written again as its),
+inspect and verify (the commands). A case is the genuine files with one to four
 changes: in the JSON tree, in the text, or in the bytes of a file. It follows from the seed and its number
 alone; a failure prints both and leaves the files where it says.
 """
@@ -42,6 +43,7 @@ ODD_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 16, 3, 2**31, 2**63, -(2**63), 2**64, 10**400, 1.5, -0.0, 1e308),
     *(float("nan"), float("inf"), "", "*", "**", "\x00", "\ud800", "\U0001f600", "é" * 40, "*a*a*a*a*a*a*b"),
     *("FP8", "nvfp4", "MIXED_PRECISION", "modelopt", "NVFP4_AWQ", "mxfp8", "fp8", "a" * 5000),
+    *("re:.*", "re:(a|a)*", "re:[", "compressed-tensors", "tensor", "channel", "block", "group", "e5m2", 4),
     *([], {}, [[]], {"": {}}, ["lm_head"] * 3, {"a": {"quant_algo": "FP8"}}),
 )
 DTYPES = ("F32", "BF16", "F16", "F8_E4M3", "F8_E8M0", "U8", "I8", "F4", "F64", "BOOL", "I64", "X")
@@ -196,6 +198,16 @@ def genuine_checkpoints() -> list[dict[str, bytes]]:
     return found
 
 
+def foreign_checkpoints() -> list[dict[str, bytes]]:
+    """Those of other producers, which have no hf_quant_config.json."""
+    found = []
+    for path in sorted(DATA.glob("producers/*/model.safetensors")):
+        if path.stat().st_size < SMALL:
+            text = (path.parent / FILES[0]).read_bytes()
+            found += [{FILES[0]: text, FILES[2]: part} for part in parts(path.read_bytes())]
+    return found
+
+
 def config_case(rng: random.Random, genuine: list[bytes], directory: Path) -> Any:
     document = json.loads(rng.choice(genuine))
     for _ in range(rng.randint(1, 4)):
@@ -252,6 +264,17 @@ def read_checkpoint(directory: Path) -> None:
             outcome(checkpoint.load, layer.name, **options)
 
 
+def read_and_write_again(directory: Path) -> None:
+    """Whatever is written as ModelOpt's is read again, each layer as what it was."""
+    read_checkpoint(directory)
+    out = directory / "out"
+    with Checkpoint(directory) as checkpoint:
+        if outcome(checkpoint.convert, out, to="modelopt", overwrite=True) is not None:
+            with Checkpoint(out) as written:
+                formats = {layer.name: layer.format for layer in checkpoint.layers()}
+                assert {layer.name: layer.format for layer in written.layers()} == formats
+
+
 def inspect_arguments(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     inspect.add_parser(parser.add_subparsers())
@@ -304,6 +327,7 @@ class Target(NamedTuple):
 TARGETS = {
     "config": Target(genuine_documents, config_case, read_config, 600),
     "checkpoint": Target(genuine_checkpoints, checkpoint_case, read_checkpoint, 60),
+    "producers": Target(foreign_checkpoints, checkpoint_case, read_and_write_again, 60),
     "inspect": Target(genuine_checkpoints, checkpoint_case, run_inspect, 40),
     "verify": Target(genuine_checkpoints, checkpoint_case, run_verify, 15),
 }

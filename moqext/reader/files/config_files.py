@@ -22,11 +22,10 @@ _NESTED_MODELS = ("text_config", "llm_config")
 _OWN_FILES = ("hf_quant_config.json", "quant_cfg.json")
 # Readers for the checkpoints of other quantizers, by their quant_method.
 _OTHER_QUANTIZERS = {
-    "compressed-tensors": "llm-compressor wrote it; vLLM, SGLang, and Transformers with "
-    "compressed-tensors read it",
-    "fp8": "FP8 in blocks as its maker stores it; vLLM, SGLang and Transformers read it",
+    "compressed-tensors": "llm-compressor wrote it; moqext.Checkpoint reads it with its tensors",
+    "fp8": "FP8 as its maker stores it; moqext.Checkpoint reads it with its tensors",
     "fbgemm_fp8": "vLLM, and Transformers with fbgemm-gpu, read it",
-    "mxfp4": "MXFP4 as gpt-oss has it; vLLM, SGLang and Transformers read it",
+    "mxfp4": "MXFP4 as gpt-oss has it; moqext.Checkpoint reads it with its tensors",
     "gptq": "vLLM, SGLang, and Transformers with gptqmodel read it",
     "awq": "vLLM, SGLang, and Transformers with gptqmodel read it",
     "bitsandbytes": "vLLM, and Transformers with bitsandbytes, read it",

@@ -167,6 +167,22 @@ class TensorFiles:
         self._read(info, begin, array)
         return array
 
+    def source(self, name: str) -> TensorInfo:
+        """Type, shape and name of a tensor in its file, which `tensors` may have under another one."""
+        return self.tensors[name]
+
+    def is_changed(self, name: str) -> bool:
+        """Whether a tensor is handed out with other values, or in another shape, than in its file."""
+        return False
+
+    def divisor(self, name: str) -> NDArray[np.float32] | None:
+        """The values in the file of a tensor that is handed out as factors for them; None of any other."""
+        return None
+
+    def known_as(self, name: str) -> str:
+        """The name in `tensors` of a tensor that a file calls `name`."""
+        return name
+
     def with_file(self, path: Path, header: Header, names: Iterable[str]) -> Self:
         """A copy with some more tensors of a file; both share what is open, and closing this one counts."""
         more = copy.copy(self)

@@ -68,12 +68,14 @@ class Layouts:
         tensors: every tensor but the markers, scales with their shape in plain order.
         problems: what markers say and nobody understands.
         forms: tensors that are read in another type or shape than the file's; see `stored_forms.py`.
+        has_markers: whether a marker, or metadata that ComfyUI reads, says anything.
     """
 
     by_module: Mapping[str, Layout]
     tensors: Mapping[str, TensorInfo]
     problems: tuple[Problem, ...]
     forms: Mapping[str, TensorInfo] = field(default_factory=dict)
+    has_markers: bool = False
 
     def __post_init__(self) -> None:
         layouts = self.by_module.values()
@@ -164,7 +166,8 @@ def find_layouts(
             is_marked=marker is not None,
         )
     infos = _plain_infos(tensors, found, markers.tensors)
-    return Layouts(found, infos, tuple(markers.problems), forms)
+    has_markers = bool(markers.formats or markers.tensors)
+    return Layouts(found, infos, tuple(markers.problems), forms, has_markers)
 
 
 def _decide(

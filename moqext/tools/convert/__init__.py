@@ -15,15 +15,19 @@ from moqext.errors import CheckpointError
 from moqext.reader.checkpoint_reader import CheckpointReader, Progress
 from moqext.reader.matrices import FLOAT_DTYPES
 from moqext.reader.problems import Problem
+from moqext.tools.convert.configurations import Format, configurations
 from moqext.tools.convert.files import INDEX_FILE, config_dtype, other_files, plain_config
-from moqext.tools.convert.fp8 import LayerError, Requantizer, configurations
+from moqext.tools.convert.fp8 import ALGO, LayerError, Requantizer
+from moqext.tools.convert.modelopt import describe, plan_modelopt
 from moqext.tools.convert.plan import Experts, Plan, make_plan, split
 from moqext.tools.convert.shards import index_of, name_shards, write_shards
 from moqext.tools.convert.staging import Contents, Staging
 from moqext.tools.convert.unread import take_in_unread
 
-TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8": "F8_E4M3"}
-"""Names of the targets -> the type of the weights as the format spells it."""
+PLAIN_TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+"""Names of the targets without quantization -> the type of the weights as the format spells it."""
+
+TARGETS = (*PLAIN_TARGETS, "fp8", "modelopt")
 
 MAX_SHARD_SIZE = 5_000_000_000
 """Bytes of tensors in one file, unless what belongs together has more."""
@@ -73,17 +77,17 @@ def convert_checkpoint(
         raise ValueError(f"to: expected one of {', '.join(TARGETS)}, got {to!r}")
     if experts not in get_args(Experts):
         raise ValueError(f"experts: expected one of {', '.join(get_args(Experts))}, got {experts!r}")
-    if to == "fp8" and experts not in ("auto", "source"):
-        raise ValueError(f'experts: expected "auto" or "source" with to="fp8", got {experts!r}')
+    if to not in PLAIN_TARGETS and experts not in ("auto", "source"):
+        raise ValueError(f'experts: expected "auto" or "source" with to={to!r}, got {experts!r}')
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
-    keep_cache = to == "fp8" and _cache_algo(checkpoint) is not None
+    keep_cache = to not in PLAIN_TARGETS and _cache_algo(checkpoint, to) is not None
     refuse_errors(checkpoint, keep_cache=keep_cache)
     alone = checkpoint.file is not None  # beside one file of several may be anything
     checkpoint, taken = (checkpoint, []) if alone else take_in_unread(checkpoint)
     if taken:
         refuse_errors(checkpoint, keep_cache=keep_cache)
-    plan, documents, errors = _plan_fp8(checkpoint) if to == "fp8" else _plan_plain(checkpoint, to, experts)
+    plan, documents, errors = _plan(checkpoint, to, experts)
     if alone and Path(out).resolve() == checkpoint.directory.resolve():
         raise CheckpointError(f"is the directory of the file that is converted, {checkpoint.file}", file=out)
     shards = name_shards(split(plan.jobs, max_shard_size))
@@ -122,25 +126,29 @@ def convert_checkpoint(
     )
 
 
-def _plan_plain(checkpoint: CheckpointReader, to: str, experts: Experts) -> _Planned:
-    dtype = TARGETS[to]
+def _plan(checkpoint: CheckpointReader, to: str, experts: Experts) -> _Planned:
+    if to == "fp8":
+        return _plan_fp8(checkpoint)
+    if to == "modelopt":
+        documents = _documents(checkpoint, describe(checkpoint), _model_dtype(checkpoint))
+        return plan_modelopt(checkpoint), documents, []
+    dtype = PLAIN_TARGETS[to]
     config = plain_config(checkpoint.model_config, FLOAT_DTYPES[dtype])
     return make_plan(checkpoint, dtype, experts), {"config.json": config} if config else {}, []
 
 
 def _plan_fp8(checkpoint: CheckpointReader) -> _Planned:
     """The errors are there when the jobs are done."""
-    algo = _cache_algo(checkpoint)
-    model_dtype = config_dtype(checkpoint.model_config)
-    dtype = next((name for name, known in FLOAT_DTYPES.items() if known == model_dtype), "BF16")
+    dtype = _model_dtype(checkpoint)
     requantizer = Requantizer()
-    plan = make_plan(checkpoint, dtype, "source", requantizer.job, keep_cache=algo is not None)
-    quantized, plain = [], list(requantizer.plain)
+    kv_algo = _cache_algo(checkpoint, "fp8")
+    plan = make_plan(checkpoint, dtype, "source", requantizer.job, keep_cache=kv_algo is not None)
+    quantized, plain = {}, list(requantizer.plain)
     for job in plan.jobs:
         spec = job.tensors[0]
         module = spec.name.removesuffix(".weight")
         if spec.dtype == "F8_E4M3":
-            quantized.append(module)
+            quantized[module] = Format(ALGO)
         elif len(spec.shape) in (2, 3) and spec.name.endswith(".weight"):
             plain.append(module)
     if not quantized:
@@ -149,18 +157,32 @@ def _plan_fp8(checkpoint: CheckpointReader) -> _Planned:
             "there are none"
         )
         raise CheckpointError(message, file=checkpoint.directory)
-    inline, own = configurations(checkpoint, quantized, plain, algo)
+    described = configurations(checkpoint, quantized, plain, kv_algo)
+    return plan, _documents(checkpoint, described, dtype), requantizer.errors
+
+
+def _model_dtype(checkpoint: CheckpointReader) -> str:
+    """The type of the model's plain weights as the format spells it."""
+    named = config_dtype(checkpoint.model_config)
+    return next((name for name, known in FLOAT_DTYPES.items() if known == named), "BF16")
+
+
+def _documents(
+    checkpoint: CheckpointReader, described: tuple[dict[str, Any], dict[str, Any]], dtype: str
+) -> dict[str, dict[str, Any]]:
+    """The JSON files of a quantized checkpoint, from what `configurations` returned."""
+    inline, own = described
     documents = {"hf_quant_config.json": own}
     if checkpoint.model_config:
         config = plain_config(checkpoint.model_config, FLOAT_DTYPES[dtype])
         documents["config.json"] = config | {"quantization_config": inline}
-    return plan, documents, requantizer.errors
+    return documents
 
 
-def _cache_algo(checkpoint: CheckpointReader) -> str | None:
-    """How the cache is quantized where that is kept: in FP8."""
+def _cache_algo(checkpoint: CheckpointReader, to: str) -> str | None:
+    """How the cache is quantized where its scales are kept: beside FP8 weights in FP8 only."""
     algo = checkpoint.config.kv_cache_quant_algo if checkpoint.config else None
-    return algo if algo == "FP8" else None
+    return algo if to == "modelopt" or algo == "FP8" else None
 
 
 def refuse_errors(checkpoint: CheckpointReader, *, keep_cache: bool = False, done: str = "converted") -> None:

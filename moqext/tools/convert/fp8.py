@@ -8,7 +8,6 @@ quantized at run time, by token, so no `input_scale` is written. An embedding ta
 look it up, they do not multiply with it.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
@@ -18,8 +17,6 @@ from numpy.typing import NDArray
 
 from moqext import ops
 from moqext.errors import CheckpointError
-from moqext.reader.checkpoint_reader import CheckpointReader
-from moqext.reader.config.quant_config import QuantConfig
 from moqext.reader.matrices import Float32, Matrix, to_float32
 from moqext.reader.records import LayerRecord
 from moqext.tools.convert.jobs import Job, Pieces, matrix_job, rounded
@@ -141,34 +138,3 @@ class _Tally:
         if not self.of_weight:
             return LayerError(layer, 0.0, 0.0)
         return LayerError(layer, sqrt(self.squares / self.of_weight), self.difference / self.largest)
-
-
-def configurations(
-    checkpoint: CheckpointReader, quantized: Sequence[str], plain: Sequence[str], kv_algo: str | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The quantization_config of config.json, and hf_quant_config.json.
-
-    Args:
-        checkpoint: the source, whose exclusions stay.
-        quantized: modules that have codes in the result.
-        plain: modules with a matrix that have none; they are excluded by name where no pattern does.
-        kv_algo: how the cache is quantized.
-    """
-    config = checkpoint.config
-    excluded = list(config.exclude_modules) if config else []
-    excluded = [entry for entry in excluded if not any(map(_excluder([entry]).is_excluded, quantized))]
-    reader = _excluder(excluded)
-    excluded = sorted({*excluded, *(module for module in plain if not reader.is_excluded(module))})
-    producer = {key: value for key, value in (config.producer._asdict() if config else {}).items() if value}
-    producer = {"name": "modelopt", **producer}
-    flat: dict[str, Any] = {"ignore": excluded, "quant_algo": ALGO}
-    if kv_algo is not None:
-        flat["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
-    flat |= {"producer": producer, "quant_method": "modelopt"}
-    quantization = {"quant_algo": ALGO, "kv_cache_quant_algo": kv_algo, "exclude_modules": excluded}
-    return flat, {"producer": producer, "quantization": quantization}
-
-
-def _excluder(entries: Sequence[str]) -> QuantConfig:
-    document: Mapping[str, Any] = {"quant_algo": ALGO, "exclude_modules": list(entries)}
-    return QuantConfig.from_dict({"quantization": document, "producer": {"name": "modelopt"}})

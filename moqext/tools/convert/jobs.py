@@ -77,6 +77,18 @@ def matrix_job(matrix: Matrix, dtype: str) -> Job:
     return Job(matrix.tensor, (TensorSpec(matrix.tensor, dtype, matrix.shape),), produce, matrix.nbytes)
 
 
+def turned_job(matrix: Matrix, dtype: str) -> Job:
+    """Stacked experts as numbers, rows and columns of each exchanged."""
+    experts, rows, columns = matrix.shape
+
+    def produce() -> Pieces:
+        for piece in rounded(matrix, dtype):
+            yield matrix.tensor, np.ascontiguousarray(piece.swapaxes(1, 2))
+
+    spec = TensorSpec(matrix.tensor, dtype, (experts, columns, rows))
+    return Job(matrix.tensor, (spec,), produce, matrix.nbytes)
+
+
 def rounded(matrix: Matrix, dtype: str) -> Iterator[NDArray[Any]]:
     """Consecutive rows (or experts) of a weight in the type that is written.
 

@@ -6,12 +6,14 @@ from typing import Literal, NamedTuple
 from moqext.errors import CheckpointError
 from moqext.reader.checkpoint_reader import CheckpointReader
 from moqext.reader.files.tensor_files import TensorInfo
+from moqext.reader.files.tensor_header import DTYPE_BITS
 from moqext.reader.formats.stored import is_small
 from moqext.reader.matrices import FLOAT_DTYPES, Matrix, quantized_matrices
 from moqext.reader.naming import KV_ROLES, parse_tensor_name
-from moqext.tools.convert.experts import stacked_jobs, unstacked_jobs
+from moqext.reader.records import Projection
+from moqext.tools.convert.experts import TRANSPOSED_MODELS, stacked_jobs, unstacked_jobs
 from moqext.tools.convert.files import config_dtype
-from moqext.tools.convert.jobs import Job, matrix_job, plain_job
+from moqext.tools.convert.jobs import Job, matrix_job, plain_job, turned_job
 
 Experts = Literal["auto", "source", "stacked", "unstacked"]
 
@@ -66,6 +68,7 @@ def make_plan(
         quantized_job = matrix_job
         types = {info.name: _plain_dtype(info, dtype, model_dtype) for info in kept}
     quantized = {matrix.tensor: matrix for matrix in quantized_matrices(checkpoint)}
+    turned = experts == "auto" and quantized_job is matrix_job and model_type in TRANSPOSED_MODELS
     if experts == "auto":
         experts = "stacked" if model_type in STACKED_MODELS else "source"
     jobs: list[Job] = []
@@ -80,11 +83,19 @@ def make_plan(
         for job, sources in make(checkpoint, plain | quantized, dtype):
             jobs.append(job)
             done.update(sources)
-    jobs += [quantized_job(matrix, dtype) for name, matrix in quantized.items() if name not in done]
+    for name, matrix in quantized.items():
+        if name not in done:
+            make_job = turned_job if turned and _is_out_in(matrix) else quantized_job
+            jobs.append(make_job(matrix, dtype))
     rest = [info for info in kept if info.name not in done]
     jobs += [plain_job(checkpoint, info, names[info.name], types[info.name]) for info in rest]
     order = {name: place for place, name in enumerate(checkpoint.tensors)}
     return Plan(sorted(jobs, key=lambda job: order[job.source]), len(quantized), notes)
+
+
+def _is_out_in(matrix: Matrix) -> bool:
+    """Whether it is a stack of experts [experts, out, in]."""
+    return isinstance(matrix.record, Projection) and not matrix.record.transposed
 
 
 def _plain_dtype(info: TensorInfo, dtype: str, model_dtype: str | None) -> str:
@@ -99,7 +110,7 @@ def sort_plain(
     """The tensors that are kept beside the quantized weights, and notes about what is left out.
 
     Raises:
-        CheckpointError: codes belong to no layer: what they mean is not known.
+        CheckpointError: codes belong to no layer, or a tensor has a type that the format does not name.
     """
     owned: dict[str, str] = {}
     modules = set()
@@ -123,6 +134,9 @@ def sort_plain(
             if role == "bias":
                 kept.append(info)
         elif role in (None, "weight", "bias") or (named is not None and named.part == "scale"):
+            if info.dtype not in DTYPE_BITS:
+                message = f"cannot be converted: its type {info.dtype[:40]!r} is not known"
+                raise CheckpointError(message, file=checkpoint.directory, tensor=name)
             if is_small(info) and info.dtype not in ("U8", "I8"):
                 message = f"cannot be converted: codes of type {info.dtype} that belong to no layer"
                 raise CheckpointError(message, file=checkpoint.directory, tensor=name)

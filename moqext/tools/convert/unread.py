@@ -42,10 +42,11 @@ def take_in_unread(checkpoint: CheckpointReader) -> tuple[CheckpointReader, list
         if path in read or path.name.startswith(_OTHERS):
             continue
         header = read_header(path)
-        new = [name for name in header.tensors if _module(name) not in modules]
+        known_as = checkpoint.files.known_as
+        new = [name for name in header.tensors if _module(known_as(name)) not in modules]
         if not new:
             continue
-        modules.update(map(_module, new))
+        modules.update(_module(known_as(name)) for name in new)
         checkpoint = checkpoint.with_files(checkpoint.files.with_file(path, header, new))
         taken.append(Taken(path.name, len(new), len(header.tensors)))
     return checkpoint, taken

@@ -1,0 +1,116 @@
+"""The configurations that ModelOpt writes beside a checkpoint, in config.json and hf_quant_config.json."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moqext.algorithms import ALGORITHMS
+from moqext.reader.checkpoint_reader import CheckpointReader
+from moqext.reader.config.quant_config import QuantConfig
+
+MIXED = "MIXED_PRECISION"
+
+_SPELLED = {"FP8_PB_WO": "fp8_pb_wo", "MXFP4": "mxfp4"}
+"""Algorithms that ModelOpt spells in another way than the others."""
+
+_BITS: dict[str, tuple[int, int | None]] = {"FP8": (8, 8), "NVFP4": (4, 4), "W4A16_NVFP4": (4, None)}
+"""Bits of weights and activations, for algorithms that ModelOpt describes by these in config.json."""
+
+
+class Format(NamedTuple):
+    """How one module is quantized: algorithm, and group size where there is one."""
+
+    algo: str
+    group_size: int | None = None
+
+    def entry(self) -> dict[str, Any]:
+        """In the words of ModelOpt's files."""
+        sized = ALGORITHMS[self.algo].scales == "groups" and self.algo != "MXFP4"
+        size = {"group_size": self.group_size} if sized else {}
+        return {"quant_algo": _SPELLED.get(self.algo, self.algo), **size}
+
+    def whole(self) -> dict[str, Any]:
+        """The fields of hf_quant_config.json where all modules are so."""
+        factors = ALGORITHMS[self.algo].pre_quant_scale and self.group_size is not None
+        return self.entry() | ({"has_zero_point": False, "pre_quant_scale": True} if factors else {})
+
+    def group(self, targets: Sequence[str]) -> dict[str, Any]:
+        """An entry of `config_groups` in config.json, for some modules."""
+        if self.algo not in _BITS:
+            return {**self.entry(), "targets": list(targets)}
+        weights, inputs = _BITS[self.algo]
+        facts = {"dynamic": False, "num_bits": weights, "type": "float"}
+        facts |= {} if self.group_size is None else {"group_size": self.group_size}
+        activations = {} if inputs is None else {"input_activations": dict(facts)}
+        return {**activations, "weights": facts, "targets": list(targets)}
+
+
+def configurations(
+    checkpoint: CheckpointReader,
+    quantized: Mapping[str, Format],
+    plain: Sequence[str],
+    kv_algo: str | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The quantization_config of config.json, and hf_quant_config.json.
+
+    Args:
+        checkpoint: the source, whose exclusions stay.
+        quantized: modules that have codes in the result, and how they are quantized.
+        plain: modules with a matrix that have none; they are excluded by name where no pattern does.
+        kv_algo: how the cache is quantized.
+    """
+    excluded = _excluded(checkpoint, quantized, plain)
+    formats = dict.fromkeys(quantized.values())
+    listed = {module: each.entry() for module, each in quantized.items()} if len(formats) > 1 else {}
+    whole = {"quant_algo": MIXED} if listed else next(iter(formats)).whole()
+    producer = {key: value for key, value in _producer(checkpoint).items() if value}
+    flat: dict[str, Any] = {"ignore": excluded, "quant_algo": whole["quant_algo"]}
+    if groups := _groups(quantized, formats):
+        flat = {"config_groups": groups, **flat}
+    if listed:
+        flat["quantized_layers"] = listed
+    if kv_algo is not None:
+        fp8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+        flat["kv_cache_scheme"] = fp8 if kv_algo == "FP8" else kv_algo
+    flat |= {"producer": producer, "quant_method": "modelopt"}
+    quantization = {**whole, "kv_cache_quant_algo": kv_algo, "exclude_modules": excluded}
+    if listed:
+        quantization["quantized_layers"] = listed
+    return flat, {"producer": producer, "quantization": quantization}
+
+
+def _groups(quantized: Mapping[str, Format], formats: Mapping[Format, None]) -> dict[str, Any]:
+    """The entries of `config_groups`; none where ModelOpt has none."""
+    if len(formats) == 1:
+        (only,) = formats
+        return {"group_0": only.group(["Linear"])} if only.algo in _BITS else {}
+    targets = defaultdict(list)
+    for module, each in quantized.items():
+        targets[each].append(module)
+    return {f"group_{number}": each.group(targets[each]) for number, each in enumerate(formats)}
+
+
+def _producer(checkpoint: CheckpointReader) -> dict[str, str | None]:
+    """ModelOpt, which the files are in the form of, and the version that wrote the source if it did."""
+    config = checkpoint.config
+    if config is None or config.producer.name is None:
+        return {"name": "modelopt"}
+    if config.producer.name == "modelopt":
+        return dict(config.producer._asdict())
+    return {"name": "modelopt", "version": f"from {checkpoint.producer}"}
+
+
+def _excluded(
+    checkpoint: CheckpointReader, quantized: Mapping[str, Format], plain: Sequence[str]
+) -> list[str]:
+    """The exclusions of the source that fit, and what else is plain."""
+    entries = list(checkpoint.config.exclude_modules) if checkpoint.config else []
+    if any(map(_excluder(entries).is_excluded, quantized)):
+        entries = [entry for entry in entries if not any(map(_excluder([entry]).is_excluded, quantized))]
+    reader = _excluder(entries)
+    return sorted({*entries, *(module for module in plain if not reader.is_excluded(module))})
+
+
+def _excluder(entries: Sequence[str]) -> QuantConfig:
+    document: Mapping[str, Any] = {"quant_algo": "FP8", "exclude_modules": list(entries)}
+    return QuantConfig.from_dict({"quantization": document, "producer": {"name": "modelopt"}})
