@@ -634,6 +634,24 @@ def test_a_tensor_that_no_file_has_is_refused(sound, tmp_path):
     refused(model, tmp_path, "missing_tensor", "none of the other files has it")
 
 
+def test_a_tensor_that_two_other_files_have_is_refused(sound, tmp_path):
+    """The index says a third: which of the two is meant, nothing tells."""
+    model = sound(NVFP4)
+    name = "model.norm.weight"
+    model.files = {each: "a.safetensors" for each in model.tensors}
+    model.files["lm_head.weight"] = "c.safetensors"
+    model.index = {**model.files, "other": "b.safetensors", name: "c.safetensors"}
+    source = model.save(tmp_path / "in")
+    one = sound(NVFP4)
+    one.tensors = {name: ("BF16", np.zeros_like(model[name])), "other": ("F32", np.zeros(1, np.float32))}
+    one.files = dict.fromkeys(one.tensors, "b.safetensors")
+    shutil.copy(one.save(tmp_path / "one") / "b.safetensors", source)
+    with moqext.Checkpoint(source) as checkpoint:
+        (told,) = checkpoint.plan_repair().errors
+    assert (told[0].code, told[0].tensor) == ("missing_tensor", name)
+    assert told[1] == "none of the other files has it, or two of them have"
+
+
 def test_a_file_beside_a_single_one_gives_an_index(sound, tmp_path):
     """Readers would take `model.safetensors` for all there is."""
     model = sound(NVFP4)
@@ -728,6 +746,19 @@ def test_a_repair_that_does_not_hold_is_not_published(sound, tmp_path, monkeypat
     with (
         moqext.Checkpoint(source) as checkpoint,
         pytest.raises(moqext.CheckpointError, match=r"still wrong after the repair: .*scale_not_finite"),
+    ):
+        checkpoint.plan_repair().write(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_note_that_has_not_ended_is_not_published_either(sound, tmp_path, monkeypatch):
+    model = sound(NVFP4)
+    for module in quantized(model):
+        model.swizzle(module)
+    monkeypatch.setattr("moqext.tools.repair.draft.Draft.relay", lambda self, tensor: None)
+    with (
+        moqext.Checkpoint(model.save(tmp_path / "in")) as checkpoint,
+        pytest.raises(moqext.CheckpointError, match=r"still wrong after the repair: .*swizzled_scales"),
     ):
         checkpoint.plan_repair().write(tmp_path / "out")
     assert not (tmp_path / "out").exists()
