@@ -19,10 +19,8 @@ def _rename(draft: Draft, problem: Problem, record: KVRecord) -> None:
     tensor = problem.tensor or ""
     names = [f"{record.name}.{_NAMES[role]}" for role, each in record.tensors.items() if each == tensor]
     if not names:  # another tensor has its role, and counts
-        differing = draft.unsolved("conflicting_tensors")
-        if not any(each.tensor == tensor for each in differing):
-            draft.drop(tensor)
-            draft.solve(problem, "left out: another tensor has its role and its value", tensor)
+        draft.drop(tensor)
+        draft.solve(problem, "left out: another tensor has its role", tensor)
         return
     first, *rest = names
     if draft.rename(tensor, first) and all(draft.copy(tensor, name) for name in rest):

@@ -34,7 +34,6 @@ def repair_inner_state(draft: Draft) -> None:
     for problem in draft.unsolved("conflicting_tensors"):
         if (problem.tensor or "").endswith(_SECOND):
             _choose_second(draft, problem)
-    wanted = {problem.layer for problem in draft.unsolved("partial_scales", "conflicting_tensors")}
     for problem in draft.unsolved("leftover_tensor"):
         tensor = problem.tensor or ""
         outer, _, part = tensor.rpartition(".")
@@ -42,7 +41,7 @@ def repair_inner_state(draft: Draft) -> None:
         scale, parts = _DROPPED.get(quantizer, ("", ()))
         if part not in parts or f"{module}.{scale}" not in draft.checkpoint.tensors:
             draft.refuse(problem, "whether the result needs it is not known")
-        elif module not in wanted:
+        else:
             if draft.outputs.get(tensor) is not None and draft.outputs[tensor].name == tensor:
                 draft.drop(tensor)
             draft.solve(problem, "left out, engines do not know it", tensor)

@@ -3,9 +3,6 @@
 from moqext.reader.config.quant_config import QuantConfig
 from moqext.tools.repair.draft import Draft
 
-_PRODUCERS = (None, "modelopt")
-"""Values of quant_method with which engines look for ModelOpt's names."""
-
 _SPELLED = ("weight_scale_inv", "scale_weight", "scale")
 
 
@@ -42,9 +39,9 @@ def _keeps_names(config: QuantConfig | None) -> str | None:
     if config is None:
         return "no configuration says that engines will look for ModelOpt's names"
     method = config.quant_method
-    if config.native_algo is not None or not (method in _PRODUCERS or str(method).startswith("modelopt")):
-        return f"quant_method {method} has that name"
-    return None
+    if method is None or method.startswith("modelopt"):
+        return None
+    return f"quant_method {method} has that name"
 
 
 def _usual_name(tensor: str) -> str:
