@@ -20,6 +20,8 @@ HOPPER_KINDS = (
     ("NVFP4", "fp8", False),
     ("NVFP4", "fp8", True),
     ("NVFP4", "auto", False),
+    ("MXFP8", "exact", False),
+    ("W8A8_SQ_PER_CHANNEL", "exact", False),
 )
 OTHERS = ("8.0", "8.9", "10.0", "12.0")
 OTHER_KINDS = (

@@ -118,7 +118,7 @@ def unquantized(case: Case, directory: Path) -> Path:
 
 
 def input_amax(case: Case) -> dict[str, float]:
-    """What was calibrated, by the names of the export: the float32 that gives each scale."""
+    """Magnitudes by the names of the export: the float32 that gives each scale."""
     found = {}
     with moqext.Checkpoint(case.directory) as export:
         for name in export.tensors:

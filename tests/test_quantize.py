@@ -28,7 +28,7 @@ def without_sentinel(value):
 
 
 def quantize(case, tmp_path, **options):
-    """What the options of a case make of its original."""
+    """Quantizes the original of a case as its options say."""
     source = unquantized(case, tmp_path / "in")
     with moqext.Checkpoint(source) as checkpoint:
         options = {
@@ -60,7 +60,7 @@ def test_genuine_exports_bit_for_bit(case, tmp_path, monkeypatch):
 
 
 def same_configurations(genuine, made):
-    """Both documents say what those of the export do, but for the version and the cache."""
+    """Checks that both documents say what those of the export do, but for the version and the cache."""
     for name in ("hf_quant_config.json", "config.json"):
         theirs, ours = (json.loads((folder / name).read_text()) for folder in (genuine, made))
         theirs = without_sentinel(theirs)
@@ -80,7 +80,7 @@ def same_configurations(genuine, made):
         assert ours == theirs
 
 
-# What other checkpoints have
+# Linears of other checkpoints
 
 
 def write(directory, tensors, **config):

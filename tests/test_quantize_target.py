@@ -37,7 +37,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def whole(source, tmp_path):
-    """What a run that is not disturbed writes."""
+    """The files that a run writes which is not disturbed."""
     moqext.Checkpoint(source).quantize(tmp_path / "whole", **OPTIONS)
     return content(tmp_path / "whole")
 

@@ -42,7 +42,7 @@ BF16_STEPS = 2.0**-5
 
 
 def batches():
-    """Those of tests/data/make_checkpoints.py."""
+    """Token ids, the same as in tests/data/make_checkpoints.py."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, 32, (2, 12), generator=generator) for _ in range(4)]
 

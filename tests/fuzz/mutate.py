@@ -199,7 +199,7 @@ def genuine_checkpoints() -> list[dict[str, bytes]]:
 
 
 def foreign_checkpoints() -> list[dict[str, bytes]]:
-    """Those of other producers, which have no hf_quant_config.json."""
+    """Files of other producers have no hf_quant_config.json."""
     found = []
     for path in sorted(DATA.glob("producers/*/model.safetensors")):
         if path.stat().st_size < SMALL:

@@ -13,7 +13,7 @@ PYTORCH: Mapping[str, str] = {"format": "pt"}
 
 
 class Written(NamedTuple):
-    """What `write_shards` did.
+    """Result of `write_shards`.
 
     Attributes:
         places: the file of every tensor.

@@ -1,4 +1,4 @@
-"""Both configurations of a quantized checkpoint, as ModelOpt 0.47 writes them."""
+"""The two configurations of a quantized checkpoint, as ModelOpt 0.47 writes them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -86,7 +86,7 @@ def parse_rule(text: str | tuple[str, str]) -> Rule:
 
 
 class Selection:
-    """What becomes of a linear by its name.
+    """The algorithms of linears, by their names.
 
     Args:
         to: the algorithm of linears that no rule is for; None leaves them as they are.

@@ -24,7 +24,7 @@ FORMAT = "moqext-activations"
 VERSION = 1
 
 _ZERO_AMAX = {"NVFP4": 6.0}
-"""What stands for the amax of activations that are always zero, where it is not the largest of the format."""
+"""Algorithm -> the amax of activations that are always zero; of others the largest of the format."""
 
 
 def write_scales(file: str | os.PathLike[str], amax: Mapping[str, float]) -> None:

@@ -62,7 +62,7 @@ class Weight:
 
     @property
     def dtype(self) -> str:
-        """Its type, as the file spells it."""
+        """The type of its values, as the file spells it."""
         return self.checkpoint.tensors[self.tensor].dtype
 
     @property
