@@ -162,7 +162,7 @@ def test_what_markers_tell_stays_for_comfyui(sound, tmp_path):
     assert plan.changes == ()
 
 
-# What the quantizer left behind
+# Inner state of the quantizer
 
 
 def leave_behind(model, module, *, halve):
@@ -638,7 +638,7 @@ def test_a_tensor_that_two_other_files_have_is_refused(sound, tmp_path):
     """The index says a third: which of the two is meant, nothing tells."""
     model = sound(NVFP4)
     name = "model.norm.weight"
-    model.files = {each: "a.safetensors" for each in model.tensors}
+    model.files = dict.fromkeys(model.tensors, "a.safetensors")
     model.files["lm_head.weight"] = "c.safetensors"
     model.index = {**model.files, "other": "b.safetensors", name: "c.safetensors"}
     source = model.save(tmp_path / "in")
