@@ -162,7 +162,7 @@ def test_what_markers_tell_stays_for_comfyui(sound, tmp_path):
     assert plan.changes == ()
 
 
-# Tensors that the quantizer left behind
+# Inner state of the quantizer
 
 
 def leave_behind(model, module, *, halve):
@@ -203,7 +203,7 @@ def test_scales_left_beside_in_another_number_are_refused(sound, tmp_path):
 
 
 def test_block_scales_tell_which_second_level_is_theirs(sound, data, tmp_path):
-    """Two modules: one has block scales of its own second level, the other of a common one."""
+    """One module has block scales of its own second level, another those of a common one."""
     model = sound(NVFP4)
     assert decoded(model[f"{UP}.weight_scale"]).max() == 448
     leave_behind(model, UP, halve=False)
@@ -738,7 +738,7 @@ def test_an_option_that_is_none(data):
 
 
 def test_a_repair_that_does_not_hold_is_not_published(sound, tmp_path, monkeypatch):
-    """Reads again what was written."""
+    """Files are read again before they take their place."""
     model = sound(NVFP4)
     empty_blocks(model, UP, NAN, 0, (3, 2))
     monkeypatch.setitem(__import__("moqext.tools.repair.scale_values", fromlist=["_"])._ONE, "F8_E4M3", NAN)
