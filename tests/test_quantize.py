@@ -156,7 +156,10 @@ def test_the_last_rule_decides_and_exclusions_hold(rng, tmp_path):
             exclude=["model.layers.1", "*nothing*"],
         )
     assert result.quantized == {"MXFP8": 2, "MXFP4": 1, "FP8_PER_CHANNEL_PER_TOKEN": 2}
-    assert result.notes == ("'*nothing*' fits no linear",)
+    assert result.notes == (
+        "'*nothing*' fits no linear",
+        "model.layers.10.mlp: linears that engines fuse, as q, k and v, differ in their algorithms",
+    )
     config = moqext.QuantConfig.from_pretrained(tmp_path / "out")
     assert {name: config.layer_algo(name) for name in names} == {
         "model.layers.0.mlp.gate_proj": "MXFP8",

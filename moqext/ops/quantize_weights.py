@@ -23,7 +23,7 @@ SEARCHED: dict[str, tuple[str, ...]] = {
         if ALGORITHMS[name].scales != "tensor"
         and (ALGORITHMS[name].codes == "e2m1" or ALGORITHMS[name].scale_dtype == "float32")
     ),
-    "4over6": ("NVFP4", "W4A16_NVFP4"),
+    "4over6": tuple(name for name in WRITTEN if ALGORITHMS[name].second == "parts"),
 }
 """Search -> the algorithms that have scales for it."""
 

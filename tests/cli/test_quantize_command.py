@@ -32,6 +32,7 @@ def test_it_says_what_it_wrote(source, tmp_path, capsys):
     assert re.fullmatch(rf"{out}: 1 file, 24 tensors, \S+ kB, 6 weights W4A16_NVFP4", lines[0])
     assert re.fullmatch(r"\S+ kB read and \S+ kB written in .+, .+B/s read", lines[1])
     assert lines[2] == "'*.x' fits no linear"
+    assert lines[3].startswith("model.layers.0.self_attn: linears that engines fuse")
     assert err == ""
 
 

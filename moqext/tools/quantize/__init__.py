@@ -32,7 +32,7 @@ from moqext.tools.quantize.configurations import configurations
 from moqext.tools.quantize.jobs import Part, quantized_job
 from moqext.tools.quantize.rules import Rule, Selection, algorithm, parse_rule
 from moqext.tools.quantize.scales import amax_of, check_amax, input_scale, missing, read_scales
-from moqext.tools.quantize.weights import Amaxes, Weight, find_weights, is_expert, same_input
+from moqext.tools.quantize.weights import Amaxes, Weight, find_weights, fused_unlike, is_expert, same_input
 
 __all__ = ["MAX_SHARD_SIZE", "Quantization", "check_options", "quantize_checkpoint"]
 
@@ -99,7 +99,7 @@ def quantize_checkpoint(
         raise CheckpointError("no linear to quantize is left", file=checkpoint.directory)
     amax = _input_amax(scales, algos)
     jobs = _jobs(checkpoint, weights, algos, amax, scale_search)
-    told += _notes(chosen, algos, scale_search)
+    told += _notes(weights, algos, scale_search)
     plain = [*others, *(weight.module for weight in weights if weight.module not in algos)]
     inline, own = configurations(algos, chosen, plain)
     documents = {"hf_quant_config.json": own}
@@ -249,12 +249,17 @@ def _input_scale(group: Sequence[Weight], algo: str, amax: Mapping[str, float]) 
     return input_scale(max(amax_of(amax, weight.module) or 0.0 for weight in group), algo)
 
 
-def _notes(chosen: Sequence[Weight], algos: Mapping[str, str], search: ScaleSearch | None) -> list[str]:
+def _notes(weights: Sequence[Weight], algos: Mapping[str, str], search: ScaleSearch | None) -> list[str]:
     notes = []
     unsearched = sorted({algo for algo in algos.values() if algo not in SEARCHED.get(search or "", ())})
     if search is not None and unsearched:
         notes.append(
             f"scales of {', '.join(unsearched)} were not searched for: {search} has none to try there"
+        )
+    if unlike := fused_unlike(weights, algos):
+        more = f" and {len(unlike) - 1:,} more" if len(unlike) > 1 else ""
+        notes.append(
+            f"{unlike[0]}{more}: linears that engines fuse, as q, k and v, differ in their algorithms"
         )
     return notes
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moqext import _C
-from moqext.algorithms import ALGORITHMS
+from moqext.algorithms import ALGORITHMS, Algorithm
 from moqext.reader.naming import parse_expert_name
 from moqext.tools.quantize.rules import summarize
 from moqext.tools.quantize.weights import Weight
@@ -13,12 +13,11 @@ from moqext.tools.quantize.weights import Weight
 FORMAT_VERSION = "0.47.0"
 """The version of ModelOpt whose files these are."""
 
-_SPELLINGS = {"FP8_PB_WO": "fp8_pb_wo", "MXFP4": "mxfp4"}
-"""Algorithms that ModelOpt names by a constant of its own."""
 
-_WITHOUT_GROUP_SIZE = ("FP8_PB_WO", "MXFP4")
-_DESCRIBED = ("FP8", "NVFP4", "W4A16_NVFP4")
-"""Algorithms of a whole checkpoint that `config_groups` describes."""
+def _is_raw(facts: Algorithm) -> bool:
+    """Whether ModelOpt names the algorithm by a constant of its own, and says nothing more of it."""
+    powers = facts.scale_dtype == "float8_e8m0fnu"
+    return facts.scales == "blocks" or (facts.codes == "e2m1" and powers and facts.input_scale is None)
 
 
 def configurations(
@@ -44,8 +43,9 @@ def configurations(
             "exclude_modules": excluded,
         }
         flat: dict[str, Any] = {}
-        if quantization["quant_algo"] in _DESCRIBED:
-            described = _described(quantization["quant_algo"], quantization.get("group_size"))
+        facts = ALGORITHMS[next(iter(algos.values()))]
+        if facts.scales == "tensor" or facts.second == "parts":
+            described = _described(facts)
             flat["config_groups"] = {"group_0": {**described, "targets": ["Linear"]}}
         flat["ignore"] = excluded
     else:
@@ -61,11 +61,11 @@ def configurations(
 
 
 def _layer(quant_algo: str) -> dict[str, Any]:
-    layer: dict[str, Any] = {"quant_algo": _SPELLINGS.get(quant_algo, quant_algo)}
-    size = ALGORITHMS[quant_algo].group_size
-    if size is not None and quant_algo not in _WITHOUT_GROUP_SIZE:
-        layer["group_size"] = size
-    return layer
+    facts = ALGORITHMS[quant_algo]
+    if _is_raw(facts):
+        return {"quant_algo": quant_algo.lower()}
+    grouped = {} if facts.group_size is None else {"group_size": facts.group_size}
+    return {"quant_algo": quant_algo, **grouped}
 
 
 def _layers(algos: Mapping[str, str], weights: Sequence[Weight]) -> dict[str, dict[str, Any]]:
@@ -90,35 +90,29 @@ def _container(weight: Weight) -> str:
 
 
 def _groups(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """`config_groups` of mixed precision: one for each distinct layer."""
+    """`config_groups` of mixed precision: one for each algorithm."""
     names = defaultdict(list)
     for name, layer in layers.items():
-        names[tuple(sorted(layer.items()))].append(name)
-    groups = {}
-    for number, (key, members) in enumerate(names.items()):
-        layer = dict(key)
-        described = _described(str(layer["quant_algo"]), layer.get("group_size"))
-        groups[f"group_{number}"] = {**described, "targets": sorted(members)}
-    return groups
+        names[layer["quant_algo"]].append(name)
+    return {
+        f"group_{number}": {**_described(ALGORITHMS[algo.upper()]), "targets": sorted(members)}
+        for number, (algo, members) in enumerate(names.items())
+    }
 
 
-def _described(quant_algo: str, group_size: int | None) -> dict[str, Any]:
+def _described(facts: Algorithm) -> dict[str, Any]:
     """A group of `config_groups`, which engines for other producers' files read."""
+    if _is_raw(facts):
+        return {"quant_algo": facts.name.lower()}
+    grouped = {"group_size": facts.group_size} if facts.scales == "groups" else {}
+    by_row = {"strategy": "channel"} if facts.scales == "rows" else {}
+    weights = _numbers(4 if facts.codes == "e2m1" else 8, **grouped, **by_row)
+    if facts.second == "parts" and facts.input_scale is None:
+        return {"weights": weights}  # activations of 16 bits
+    alike = facts.second == "parts" or facts.codes == "e4m3"
+    activations = _numbers(weights["num_bits"], **grouped) if alike else _numbers(8)
+    return {"input_activations": activations, "weights": weights}
 
-    def numbers(bits: int, **more: Any) -> dict[str, Any]:
-        return {"dynamic": False, "num_bits": bits, "type": "float", **more}
 
-    grouped = {"group_size": group_size}
-    described = {
-        "FP8": (numbers(8), numbers(8)),
-        "FP8_PER_CHANNEL_PER_TOKEN": (numbers(8), numbers(8, strategy="channel")),
-        "NVFP4": (numbers(4, **grouped), numbers(4, **grouped)),
-        "W4A16_NVFP4": (None, numbers(4, **grouped)),
-        "W4A8_NVFP4_FP8": (numbers(8), numbers(4, **grouped)),
-        "W4A8_MXFP4_FP8": (numbers(8), numbers(4, **grouped)),
-        "MXFP8": (numbers(8, **grouped), numbers(8, **grouped)),
-    }.get(quant_algo)
-    if described is None:
-        return {"quant_algo": quant_algo}
-    activations, weights = described
-    return {**({"input_activations": activations} if activations else {}), "weights": weights}
+def _numbers(bits: int, **more: Any) -> dict[str, Any]:
+    return {"dynamic": False, "num_bits": bits, "type": "float", **more}

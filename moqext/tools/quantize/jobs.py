@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext import ops
-from moqext.algorithms import ALGORITHMS
+from moqext.algorithms import ALGORITHMS, names_where
 from moqext.errors import CheckpointError
 from moqext.ops.quantize_weights import SEARCHED, ScaleSearch
 from moqext.reader.matrices import to_float32
@@ -18,7 +18,7 @@ from moqext.tools.quantize.weights import Weight
 _SCALE_DTYPES = {"float32": "F32", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "U8"}
 """Types of scales as this package and as the files spell them."""
 
-_PACKED_ALONG_INPUT = ("NVFP4", "W4A16_NVFP4")
+_PACKED_ALONG_INPUT = names_where(lambda algorithm: algorithm.second == "parts")
 """Algorithms whose groups in a stack [experts, in, out] run along the input; those of others along the last
 axis."""
 

@@ -178,6 +178,19 @@ def same_input(weights: Sequence[Weight], algos: Mapping[str, str]) -> Iterator[
             yield (weight,)
 
 
+def fused_unlike(weights: Sequence[Weight], algos: Mapping[str, str]) -> list[str]:
+    """Parents with linears that engines fuse, as q, k and v, and that do not all have one algorithm."""
+    parents: dict[str, dict[str, str | None]] = defaultdict(dict)
+    for weight in weights:
+        parent, _, last = weight.module.rpartition(".")
+        parents[parent][last] = algos.get(weight.module)
+    return [
+        parent
+        for parent, children in parents.items()
+        if any(len({children[name] for name in group if name in children}) > 1 for group in FUSED_GROUPS)
+    ]
+
+
 class Amaxes:
     """Largest magnitudes, found when they are first asked for.
 
