@@ -179,14 +179,14 @@ def configuration(*groups, **more):
     return {"quant_method": "compressed-tensors", "config_groups": listed, **more}
 
 
-def read(document, tensors=()):
-    return CompressedTensors("config.json", "$", document).document(dict(tensors))["quantization"]
+def read(document):
+    return CompressedTensors("config.json", "$", document).document({}, ())["quantization"]
 
 
 @pytest.mark.parametrize("weights, inputs, algo, notes", SCHEMES)
 def test_a_scheme_has_one_algorithm_and_says_where_it_runs_otherwise(weights, inputs, algo, notes):
     producer = CompressedTensors("config.json", "$", configuration((["Linear"], weights, inputs)))
-    assert producer.document({})["quantization"]["quant_algo"] == algo
+    assert producer.document({}, ())["quantization"]["quant_algo"] == algo
     assert len(producer.notes()) == notes
 
 
@@ -238,6 +238,7 @@ def test_names_come_before_patterns_and_patterns_before_classes(tmp_path):
     )
     names = ("layers.0.q_proj", "layers.0.mlp.down_proj", "layers.0.mlp.up_proj")
     tensors = {**linears(*names), **linears("layers.0.router", dtype=np.float32)}
+    tensors |= {f"{name}.weight_scale": np.float32([1]) for name in names}
     write(tmp_path, tensors, document)
     config = Checkpoint(tmp_path).config
     assert [config.layer_algo(name) for name in names] == [
@@ -491,3 +492,13 @@ def test_a_file_beside_the_index_is_converted_under_modelopts_names(rng, tmp_pat
     assert {layer.name for layer in written.layers()} == {"layers.0.up_proj", "mtp.up_proj"}
     np.testing.assert_array_equal(written.tensor("mtp.up_proj.weight"), more["mtp.up_proj.weight_packed"])
     assert any(note.startswith("mtp.safetensors, which no index names: 3 tensors") for note in result.notes)
+
+
+def test_an_index_alone_tells_which_module_is_of_which_group(tmp_path):
+    with TensorFiles(ROOT / "ct_mixed") as files:
+        places = dict.fromkeys(files.tensors, "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (tmp_path / "config.json").write_text((ROOT / "ct_mixed/config.json").read_text())
+    with Checkpoint(tmp_path) as checkpoint, Checkpoint(ROOT / "ct_mixed") as whole:
+        assert not checkpoint.tensors
+        assert checkpoint.config.quantized_layers == whole.config.quantized_layers

@@ -12,7 +12,7 @@ or F4 beside a `scale` in E8M0, under the same configuration.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from moqext.reader.files.tensor_header import TensorInfo
@@ -47,7 +47,7 @@ class NativeFp8:
         self._algo = whole if block is None else "FP8_PB_WO"
         self._ignored = [*fields.texts("modules_to_not_convert"), *fields.texts("ignored_layers")]
 
-    def document(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    def document(self, tensors: Mapping[str, TensorInfo], names: Collection[str]) -> dict[str, Any]:
         """See `Producer`."""
         excluded = sorted({*self._ignored, *plain_modules(tensors)})
         quantization: dict[str, Any] = {
