@@ -176,19 +176,20 @@ class CompressedTensors:
             quantization |= {} if size is None else {"group_size": size}
         elif schemes:
             quantization["quant_algo"] = "MIXED_PRECISION"
-            modules = (name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE))
-            found = {module: self._group_of(module) for module in modules}
-            listed = {module: group for module, group in found.items() if group is not None}
-            if not listed:  # without any name of a tensor
-                listed = {name: group for group in self._groups for name in sorted(group.names)}
-            if not listed:
-                listed = {f"config_groups.{at}": group for at, group in enumerate(self._groups)}
             quantization["quantized_layers"] = {
                 module: {"quant_algo": group.algo}
                 | ({} if group.group_size is None else {"group_size": group.group_size})
-                for module, group in listed.items()
+                for module, group in self._listed(names).items()
             }
         return {"producer": {"name": NAME, "version": self._version}, "quantization": quantization}
+
+    def _listed(self, names: Collection[str]) -> dict[str, Group]:
+        """The quantized modules and their groups; where no tensor has a name, what the targets name."""
+        modules = (name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE))
+        found = {module: self._group_of(module) for module in modules}
+        listed = {module: group for module, group in found.items() if group is not None}
+        listed = listed or {name: group for group in self._groups for name in sorted(group.names)}
+        return listed or {f"config_groups.{at}": group for at, group in enumerate(self._groups)}
 
     def notes(self) -> tuple[str, ...]:
         """See `Producer`."""
