@@ -190,7 +190,7 @@ class Checkpoint(CheckpointReader):
         max_shard_size: int = MAX_SHARD_SIZE,
         progress: Progress | None = None,
     ) -> Conversion:
-        """Writes the model without quantization, as Transformers loads it, in FP8, or as ModelOpt does.
+        """Writes the model without quantization, as Transformers loads it, in FP8, or under other names.
 
         Weights are dequantized, rounded once from float32 to the nearest even, and multiplied with their
         `pre_quant_scale` and low-rank pair where they have one. Plain tensors of 16 bits get the same type,
@@ -203,7 +203,8 @@ class Checkpoint(CheckpointReader):
             to: "bf16", "fp16" or "fp32"; or "fp8", which is no plain type: weights are requantized with one
                 scale for each row (FP8_PER_CHANNEL_PER_TOKEN), for engines without NVFP4. Plain tensors, FP8
                 scales of the cache and exclusions stay, and `errors` of the result tells what it cost. Or
-                "modelopt": the same codes and scales under ModelOpt's names, whoever wrote them.
+                "modelopt" or "compressed-tensors": the same codes and scales under their names, whoever
+                wrote them.
             experts: "source": as they are stored here; "stacked" or "unstacked": in one tensor for all
                 experts, or in tensors of their own, named as Transformers does; "auto": as Transformers
                 loads this model.

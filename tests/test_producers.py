@@ -179,14 +179,14 @@ def configuration(*groups, **more):
     return {"quant_method": "compressed-tensors", "config_groups": listed, **more}
 
 
-def read(document, tensors=()):
-    return CompressedTensors("config.json", "$", document).document(dict(tensors))["quantization"]
+def read(document):
+    return CompressedTensors("config.json", "$", document).document({}, ())["quantization"]
 
 
 @pytest.mark.parametrize("weights, inputs, algo, notes", SCHEMES)
 def test_a_scheme_has_one_algorithm_and_says_where_it_runs_otherwise(weights, inputs, algo, notes):
     producer = CompressedTensors("config.json", "$", configuration((["Linear"], weights, inputs)))
-    assert producer.document({})["quantization"]["quant_algo"] == algo
+    assert producer.document({}, ())["quantization"]["quant_algo"] == algo
     assert len(producer.notes()) == notes
 
 
@@ -238,6 +238,7 @@ def test_names_come_before_patterns_and_patterns_before_classes(tmp_path):
     )
     names = ("layers.0.q_proj", "layers.0.mlp.down_proj", "layers.0.mlp.up_proj")
     tensors = {**linears(*names), **linears("layers.0.router", dtype=np.float32)}
+    tensors |= {f"{name}.weight_scale": np.float32([1]) for name in names}
     write(tmp_path, tensors, document)
     config = Checkpoint(tmp_path).config
     assert [config.layer_algo(name) for name in names] == [
@@ -452,3 +453,52 @@ def test_a_configuration_that_is_no_object_is_refused(tmp_path, document):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": document}))
     with pytest.raises(ConfigError, match="quantization_config"):
         Checkpoint(tmp_path)
+
+
+def test_experts_in_mxfp4_among_linears_in_fp8(rng, tmp_path):
+    """DeepSeek-V4: one configuration for both, and the tensors tell which is which."""
+    expert, linear = "layers.0.ffn.experts.0.w1", "layers.0.attn.wo"
+    codes = rng.integers(-128, 128, (64, 32), dtype=np.int8)
+    exponents = rng.integers(118, 124, (64, 2)).astype(np.uint8)
+    tensors = {
+        f"{expert}.weight": codes,
+        f"{expert}.scale": exponents.view(ml_dtypes.float8_e8m0fnu),
+        f"{linear}.weight": rng.integers(0, 100, (128, 256), np.uint8).view(ml_dtypes.float8_e4m3fn),
+        f"{linear}.scale": np.array([[120, 121]], np.uint8).view(ml_dtypes.float8_e8m0fnu),
+    }
+    document = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "scale_fmt": "ue8m0"}
+    with Checkpoint(write(tmp_path, tensors, document)) as checkpoint:
+        assert checkpoint.config.quant_algo == "MIXED_PRECISION"
+        assert {problem.code for problem in checkpoint.problems} <= {"foreign_scale_name", "missing_expert"}
+        values = ops.dequantize(codes.view(np.uint8), "MXFP4", weight_scale=exponents)
+        np.testing.assert_array_equal(checkpoint.dequantize(expert), values)
+        scale = np.repeat(np.array([[2.0**-7, 2.0**-6]], np.float32), 128, axis=1)
+        expected = tensors[f"{linear}.weight"].astype(np.float32) * scale
+        np.testing.assert_array_equal(checkpoint.dequantize(linear), expected)
+
+
+def test_a_file_beside_the_index_is_converted_under_modelopts_names(rng, tmp_path):
+    """A file that no index names, as of layers for speculative decoding, is translated as the others are."""
+    source = write(tmp_path / "in", packed(rng, "layers.0.up_proj"), NVFP4)
+    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
+    places = dict.fromkeys(packed(rng, "layers.0.up_proj"), "model-00001-of-00001.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    more = packed(rng, "mtp.up_proj")
+    safetensors.save_file(more, source / "mtp.safetensors")
+    again = packed(rng, "layers.0.up_proj")  # a module that is there already stays out
+    safetensors.save_file(again, source / "other.safetensors")
+    result = Checkpoint(source).convert(tmp_path / "out", to="modelopt")
+    written = Checkpoint(tmp_path / "out")
+    assert {layer.name for layer in written.layers()} == {"layers.0.up_proj", "mtp.up_proj"}
+    np.testing.assert_array_equal(written.tensor("mtp.up_proj.weight"), more["mtp.up_proj.weight_packed"])
+    assert any(note.startswith("mtp.safetensors, which no index names: 3 tensors") for note in result.notes)
+
+
+def test_an_index_alone_tells_which_module_is_of_which_group(tmp_path):
+    with TensorFiles(ROOT / "ct_mixed") as files:
+        places = dict.fromkeys(files.tensors, "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (tmp_path / "config.json").write_text((ROOT / "ct_mixed/config.json").read_text())
+    with Checkpoint(tmp_path) as checkpoint, Checkpoint(ROOT / "ct_mixed") as whole:
+        assert not checkpoint.tensors
+        assert checkpoint.config.quantized_layers == whole.config.quantized_layers

@@ -48,8 +48,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--to",
         choices=TARGETS,
         default="bf16",
-        help="type of the weights (bf16); fp8: a scale for each row; modelopt: the same codes under "
-        "ModelOpt's names",
+        help="type of the weights (bf16); fp8: a scale for each row; modelopt, compressed-tensors: "
+        "the same codes in their names",
     )
     parser.add_argument(
         "--experts",
@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
 def report(result: Conversion, to: str) -> list[str]:
     """Sentences that say what was written."""
     speed = text.size(int((result.bytes_read + result.bytes_written) / max(result.seconds, 1e-9)))
-    done = {"fp8": "converted", "modelopt": "kept in their codes"}.get(to, "dequantized")
+    kept = "kept in their codes"
+    done = {"fp8": "converted", "modelopt": kept, "compressed-tensors": kept}.get(to, "dequantized")
     counts = [
         text.plural(len(result.files), "file"),
         text.plural(result.tensors, "tensor"),

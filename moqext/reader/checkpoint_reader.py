@@ -100,7 +100,8 @@ class CheckpointReader:
                 return QuantConfig(documents) if documents else None
             self.files = TranslatedFiles(self.files, producer)
             file, path, _ = documents[0]
-            config = QuantConfig([(file, path, producer.document(self.files.tensors))])
+            names = self.files.tensors.keys() | self.files.named.keys()
+            config = QuantConfig([(file, path, producer.document(self.files.tensors, sorted(names)))])
         except ConfigError as error:
             raise in_directory(error, self.name) from None
         config.notes = (*config.notes, *producer.notes())

@@ -199,7 +199,7 @@ def genuine_checkpoints() -> list[dict[str, bytes]]:
 
 
 def foreign_checkpoints() -> list[dict[str, bytes]]:
-    """Files of other producers have no hf_quant_config.json."""
+    """Files of other producers, which have no hf_quant_config.json."""
     found = []
     for path in sorted(DATA.glob("producers/*/model.safetensors")):
         if path.stat().st_size < SMALL:
@@ -265,7 +265,7 @@ def read_checkpoint(directory: Path) -> None:
 
 
 def read_and_write_again(directory: Path) -> None:
-    """Whatever is written as ModelOpt's is read again, each layer as what it was."""
+    """Whatever is written in another form is read again; as ModelOpt's, each layer is what it was."""
     read_checkpoint(directory)
     out = directory / "out"
     with Checkpoint(directory) as checkpoint:
@@ -273,6 +273,9 @@ def read_and_write_again(directory: Path) -> None:
             with Checkpoint(out) as written:
                 formats = {layer.name: layer.format for layer in checkpoint.layers()}
                 assert {layer.name: layer.format for layer in written.layers()} == formats
+        if outcome(checkpoint.convert, out, to="compressed-tensors", overwrite=True) is not None:
+            with Checkpoint(out) as written:
+                assert len(written.layers()) == len(checkpoint.layers())
 
 
 def inspect_arguments(*options: str) -> argparse.Namespace:

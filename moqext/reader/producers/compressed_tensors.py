@@ -15,14 +15,14 @@ one scale for a weight and activations scaled by token, that scale stands for ev
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moqext.reader.files.tensor_header import TensorInfo
 from moqext.reader.producers.fields import Fields
 from moqext.reader.producers.patterns import matcher
-from moqext.reader.producers.producer import Change, View, plain_modules, quantized_modules
+from moqext.reader.producers.producer import Change, View, plain_modules
 
 NAME = "compressed-tensors"
 
@@ -32,6 +32,7 @@ _ROLES = {
     "input_global_scale": "input_scale",
 }
 _DIVISORS: dict[str, Change] = {"weight_global_scale": "divisor", "input_global_scale": "reciprocal"}
+_SCALE = ".weight_scale"
 _ZERO_POINTS = ("weight_zero_point", "input_zero_point", "output_zero_point")
 _CACHE = re.compile(r"(?P<attention>.*)\.(?P<part>[kv])_proj\.output_scale")
 """Cache scales as versions before 0.8 name them."""
@@ -155,7 +156,7 @@ class CompressedTensors:
     def _is_ignored(self, module: str) -> bool:
         return module in self._ignored or any(fits(module) for fits in self._ignored_patterns)
 
-    def document(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    def document(self, tensors: Mapping[str, TensorInfo], names: Collection[str]) -> dict[str, Any]:
         """See `Producer`."""
         excluded = set(self._ignored)
         excluded.update(
@@ -175,18 +176,20 @@ class CompressedTensors:
             quantization |= {} if size is None else {"group_size": size}
         elif schemes:
             quantization["quant_algo"] = "MIXED_PRECISION"
-            found = {module: self._group_of(module) for module in quantized_modules(tensors)}
-            listed = {module: group for module, group in found.items() if group is not None}
-            if not listed:  # without tensors the names alone are known
-                listed = {name: group for group in self._groups for name in sorted(group.names)}
-            if not listed:
-                listed = {f"config_groups.{at}": group for at, group in enumerate(self._groups)}
             quantization["quantized_layers"] = {
                 module: {"quant_algo": group.algo}
                 | ({} if group.group_size is None else {"group_size": group.group_size})
-                for module, group in listed.items()
+                for module, group in self._listed(names).items()
             }
         return {"producer": {"name": NAME, "version": self._version}, "quantization": quantization}
+
+    def _listed(self, names: Collection[str]) -> dict[str, Group]:
+        """The quantized modules and their groups; where no tensor has a name, what the targets name."""
+        modules = (name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE))
+        found = {module: self._group_of(module) for module in modules}
+        listed = {module: group for module, group in found.items() if group is not None}
+        listed = listed or {name: group for group in self._groups for name in sorted(group.names)}
+        return listed or {f"config_groups.{at}": group for at, group in enumerate(self._groups)}
 
     def notes(self) -> tuple[str, ...]:
         """See `Producer`."""

@@ -7,7 +7,7 @@
 Everything but the experts is plain.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from moqext.reader.files.tensor_header import TensorInfo
@@ -25,7 +25,7 @@ class GptOss:
         fields = Fields(file, path, document)
         self._ignored = fields.texts("modules_to_not_convert")
 
-    def document(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    def document(self, tensors: Mapping[str, TensorInfo], names: Collection[str]) -> dict[str, Any]:
         """See `Producer`."""
         quantization = {
             "quant_algo": "MXFP4",

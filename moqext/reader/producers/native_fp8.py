@@ -7,16 +7,17 @@
 
 `weight_scale_inv` multiplies, in spite of its name. With activations scaled by token the one scale of a
 weight stands for every row. A module without a scale is not quantized, whether `modules_to_not_convert` has
-it or not; stacked experts have `<projection>_scale_inv`.
+it or not; stacked experts have `<projection>_scale_inv`. DeepSeek-V4 keeps its experts in MXFP4, codes in i8
+or F4 beside a `scale` in E8M0, under the same configuration.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from moqext.reader.files.tensor_header import TensorInfo
 from moqext.reader.producers.fields import Fields
-from moqext.reader.producers.producer import View, plain_modules
+from moqext.reader.producers.producer import View, plain_modules, quantized_modules
 
 _RENAMED = {
     "weight_scale_inv": "weight_scale",
@@ -46,14 +47,23 @@ class NativeFp8:
         self._algo = whole if block is None else "FP8_PB_WO"
         self._ignored = [*fields.texts("modules_to_not_convert"), *fields.texts("ignored_layers")]
 
-    def document(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    def document(self, tensors: Mapping[str, TensorInfo], names: Collection[str]) -> dict[str, Any]:
         """See `Producer`."""
         excluded = sorted({*self._ignored, *plain_modules(tensors)})
-        quantization = {
+        quantization: dict[str, Any] = {
             "quant_algo": self._algo,
             "kv_cache_quant_algo": None,
             "exclude_modules": excluded,
         }
+        algos = {
+            module: self._algo if tensors[f"{module}.weight"].dtype == "F8_E4M3" else "MXFP4"
+            for module in quantized_modules(tensors)
+        }
+        if "MXFP4" in algos.values():
+            quantization["quant_algo"] = "MIXED_PRECISION"
+            quantization["quantized_layers"] = {
+                module: {"quant_algo": algo} for module, algo in algos.items()
+            }
         return {"producer": {"name": "quant_method fp8", "version": None}, "quantization": quantization}
 
     def notes(self) -> tuple[str, ...]:

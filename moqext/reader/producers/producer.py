@@ -3,7 +3,7 @@
 A producer is one small module with a class of this shape. Everything above the files knows none of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 from moqext.reader.files.tensor_header import TensorInfo
@@ -36,11 +36,12 @@ class Producer(Protocol):
     def view(self, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> View | None:
         """A tensor as ModelOpt would have it, None for one that says nothing."""
 
-    def document(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    def document(self, tensors: Mapping[str, TensorInfo], names: Collection[str]) -> dict[str, Any]:
         """The configuration in the shape of hf_quant_config.json.
 
         Args:
             tensors: those there are, under ModelOpt's names.
+            names: of these and of what only the index names.
 
         Raises:
             ConfigError: the configuration cannot be understood, or asks for what is not read here.

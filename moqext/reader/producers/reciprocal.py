@@ -1,4 +1,4 @@
-"""The factor in float32 that stands for a divisor, chosen so that weights differ least.
+"""The factor in float32 that stands for a divisor, and the reverse, chosen so that weights differ least.
 
     their weight = code * (scale / divisor)      ours = code * scale * factor
 
@@ -6,6 +6,7 @@ The nearest float32 to 1 / divisor and, where weights in bfloat16 differ with it
 with every product of a code in E2M1 and a scale in E4M3, powers of two aside.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,15 +36,23 @@ class Difference(NamedTuple):
 
 def factor_of(divisor: np.float32) -> np.float32:
     """The factor for a divisor; of zero, infinity and NaN their reciprocal, which is no scale."""
+    return _best(divisor, lambda factor: _differing(divisor, factor))
+
+
+def divisor_of(factor: np.float32) -> np.float32:
+    """The divisor for a factor, as `factor_of`."""
+    return _best(factor, lambda divisor: _differing(divisor, factor))
+
+
+def _best(value: np.float32, count: Callable[[np.float32], int]) -> np.float32:
+    """The reciprocal of a value, or that neighbour with which fewer weights differ."""
     with np.errstate(all="ignore"):
-        nearest = np.float32(1) / np.float32(divisor)
-        if not 0 < abs(nearest) < np.inf or not (least := _differing(divisor, nearest)):
-            return nearest
-        best = nearest
-        for end in (np.float32(0), np.float32(np.inf)):
-            other = np.nextafter(nearest, end)
-            if (count := _differing(divisor, other)) < least:
-                best, least = other, count
+        best = np.float32(1) / np.float32(value)
+        if not 0 < abs(best) < np.inf or not (least := count(best)):
+            return best
+        for other in [np.nextafter(best, end) for end in (np.float32(0), np.float32(np.inf))]:
+            if (differing := count(other)) < least:
+                best, least = other, differing
     return best
 
 
@@ -54,10 +63,35 @@ def factors_of(divisors: NDArray[np.generic]) -> Float32:
 
 
 def difference(divisor: np.float32, factor: np.float32) -> Difference:
-    """The difference that a factor makes, both positive numbers."""
+    """The difference that a factor makes; none where one of the two is no positive number."""
+    if not (0 < factor < np.inf and 0 < divisor < np.inf):
+        return Difference(0.0, 0.0)
     theirs = _CODES * (_SCALES / divisor)
     largest = float(np.abs(_PRODUCTS * factor / theirs.astype(np.float64) - 1).max())
     return Difference(_differing(divisor, factor) / theirs.size, largest)
+
+
+def tell_differences(what: str, pairs: Sequence[tuple[np.float32, np.float32]]) -> list[str]:
+    """A sentence on the weights that differ by pairs of a divisor and a factor; none where none do.
+
+    Args:
+        what: the one of the two that the source has, in the plural.
+        pairs: divisors and factors.
+    """
+    found = [difference(divisor, factor) for divisor, factor in pairs]
+    inexact = sum(each.largest > 0 for each in found)
+    if not inexact:
+        return []
+    largest, share = max(each.largest for each in found), max(each.share for each in found)
+    return [
+        f"{inexact} of {len(found)} {what} of weights have no exact reciprocal: weights differ by at most "
+        f"{largest:.1e} of themselves in float32"
+        + (
+            f", and at most {share:.1%} of a layer's by one bit in bfloat16"
+            if share
+            else ", none in bfloat16"
+        )
+    ]
 
 
 def _differing(divisor: np.float32, factor: np.float32) -> int:

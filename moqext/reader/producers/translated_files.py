@@ -62,7 +62,7 @@ class TranslatedFiles(TensorFiles):
     def divisor(self, name: str) -> NDArray[np.float32] | None:
         """See `TensorFiles.divisor`."""
         source, view = self._views[name]
-        return as_float32(self._stored.tensor(source)) if view.change == "divisor" else None
+        return as_float32(self._stored.tensor(source)) if view.change in _FACTORS else None
 
     def known_as(self, name: str) -> str:
         """See `TensorFiles.known_as`."""

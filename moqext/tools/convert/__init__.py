@@ -15,6 +15,7 @@ from moqext.errors import CheckpointError
 from moqext.reader.checkpoint_reader import CheckpointReader, Progress
 from moqext.reader.matrices import FLOAT_DTYPES
 from moqext.reader.problems import Problem
+from moqext.tools.convert.compressed import plan_compressed
 from moqext.tools.convert.configurations import Format, configurations
 from moqext.tools.convert.files import INDEX_FILE, config_dtype, other_files, plain_config
 from moqext.tools.convert.fp8 import ALGO, LayerError, Requantizer
@@ -27,7 +28,7 @@ from moqext.tools.convert.unread import take_in_unread
 PLAIN_TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """Names of the targets without quantization -> the type of the weights as the format spells it."""
 
-TARGETS = (*PLAIN_TARGETS, "fp8", "modelopt")
+TARGETS = (*PLAIN_TARGETS, "fp8", "modelopt", "compressed-tensors")
 
 MAX_SHARD_SIZE = 5_000_000_000
 """Bytes of tensors in one file, unless what belongs together has more."""
@@ -132,6 +133,10 @@ def _plan(checkpoint: CheckpointReader, to: str, experts: Experts) -> _Planned:
     if to == "modelopt":
         documents = _documents(checkpoint, describe(checkpoint), _model_dtype(checkpoint))
         return plan_modelopt(checkpoint), documents, []
+    if to == "compressed-tensors":
+        plan, described = plan_compressed(checkpoint)
+        config = plain_config(checkpoint.model_config, FLOAT_DTYPES[_model_dtype(checkpoint)])
+        return plan, {"config.json": config | {"quantization_config": described}}, []
     dtype = PLAIN_TARGETS[to]
     config = plain_config(checkpoint.model_config, FLOAT_DTYPES[dtype])
     return make_plan(checkpoint, dtype, experts), {"config.json": config} if config else {}, []
@@ -182,7 +187,7 @@ def _documents(
 def _cache_algo(checkpoint: CheckpointReader, to: str) -> str | None:
     """How the cache is quantized where its scales are kept: beside FP8 weights in FP8 only."""
     algo = checkpoint.config.kv_cache_quant_algo if checkpoint.config else None
-    return algo if to == "modelopt" or algo == "FP8" else None
+    return algo if to != "fp8" or algo == "FP8" else None
 
 
 def refuse_errors(checkpoint: CheckpointReader, *, keep_cache: bool = False, done: str = "converted") -> None:

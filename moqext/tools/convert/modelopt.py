@@ -11,7 +11,6 @@ Nothing is rounded: what is not float32 already, float32 holds. Only a divisor h
 tell how much weights differ with the one that is written.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,14 @@ import numpy as np
 from moqext.algorithms import BLOCK_SIZES
 from moqext.errors import CheckpointError
 from moqext.reader.checkpoint_reader import CheckpointReader
-from moqext.reader.files.tensor_files import TensorInfo
-from moqext.reader.formats.scale_values import decode_scales
 from moqext.reader.formats.stored import FLOATS
 from moqext.reader.naming import parse_tensor_name
-from moqext.reader.producers.reciprocal import difference
+from moqext.reader.producers.reciprocal import tell_differences
 from moqext.reader.records import LayerRecord, Projection
 from moqext.tools.convert.configurations import Format, configurations
-from moqext.tools.convert.jobs import CHUNK, Job, Pieces, plain_job
+from moqext.tools.convert.jobs import Job, plain_job
 from moqext.tools.convert.plan import Plan, sort_plain
-from moqext.tools.convert.writer import TensorSpec
+from moqext.tools.convert.stored_jobs import copy_job, in_order, plain_modules, records_of, scale_job
 
 _SPELLINGS = {
     "weight_scale_inv": "weight_scale",
@@ -53,7 +50,7 @@ def plan_modelopt(checkpoint: CheckpointReader) -> Plan:
     jobs: list[Job] = []
     divided: list[str] = []
     weights = 0
-    for _, record in _records(checkpoint):
+    for _, record in records_of(checkpoint):
         weights += 1
         for role, tensor in record.tensors.items():
             if role == "bias":
@@ -64,12 +61,10 @@ def plan_modelopt(checkpoint: CheckpointReader) -> Plan:
     for info in kept:
         named = parse_tensor_name(info.name)
         if named is not None and named.role in _CACHE_SCALES and info.dtype in FLOATS:
-            jobs.append(_scale_job(checkpoint, info, info.name, () if info.numel == 1 else info.shape))
+            jobs.append(scale_job(checkpoint, info, info.name, () if info.numel == 1 else info.shape))
         else:
             jobs.append(plain_job(checkpoint, info, info.name, info.dtype))
-    order = {name: place for place, name in enumerate(checkpoint.tensors)}
-    jobs.sort(key=lambda job: order[job.source])
-    return Plan(jobs, weights, [*notes, *_reciprocals(checkpoint, divided)])
+    return Plan(in_order(checkpoint, jobs), weights, [*notes, *_reciprocals(checkpoint, divided)])
 
 
 def describe(checkpoint: CheckpointReader) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -78,25 +73,14 @@ def describe(checkpoint: CheckpointReader) -> tuple[dict[str, Any], dict[str, An
     Raises:
         CheckpointError: there is nothing quantized, or codes belong to no layer.
     """
-    quantized = {name: Format(record.quant_algo, record.group_size) for name, record in _records(checkpoint)}
+    quantized = {
+        name: Format(record.quant_algo, record.group_size) for name, record in records_of(checkpoint)
+    }
     if not quantized:
         raise CheckpointError("nothing quantized to write as ModelOpt does", file=checkpoint.directory)
-    plain = [
-        info.name.removesuffix(".weight")
-        for info in sort_plain(checkpoint)[0]
-        if len(info.shape) in (2, 3) and info.name.endswith(".weight")
-    ]
+    plain = plain_modules(sort_plain(checkpoint)[0])
     kv_algo = checkpoint.config.kv_cache_quant_algo if checkpoint.config else None
     return configurations(checkpoint, quantized, plain, kv_algo)
-
-
-def _records(checkpoint: CheckpointReader) -> Iterator[tuple[str, LayerRecord | Projection]]:
-    """Everything with codes of its own, under the name that a configuration has for it."""
-    for layer in checkpoint.layers():
-        if layer.projections:
-            yield from ((layer.name, projection) for projection in layer.projections)
-        else:
-            yield from ((linear.name, linear) for linear in layer.linears())
 
 
 def _stored_job(
@@ -110,60 +94,21 @@ def _stored_job(
         name = tensor.removesuffix(named.part) + _SPELLINGS[named.part]
     blocks = record.quant_algo in BLOCK_SIZES and role == "weight_scale"
     if role not in _SCALES or not (info.dtype in FLOATS or blocks):
-        return _copy_job(checkpoint, info, name)
+        return copy_job(checkpoint, info, name)
     shape = info.shape
     if blocks and len(shape) == 2 and isinstance(record, LayerRecord):
         shape = (shape[0], 1, shape[1], 1)
     elif info.numel == 1 and not (blocks and shape):
         shape = ()
-    return _scale_job(checkpoint, info, name, shape)
-
-
-def _copy_job(checkpoint: CheckpointReader, info: TensorInfo, name: str) -> Job:
-    """The bytes of a tensor, E8M0 typed as bytes."""
-    dtype = "U8" if info.dtype in ("F8_E8M0", "F4") else info.dtype
-
-    def produce() -> Pieces:
-        if not info.shape:
-            yield name, checkpoint.tensor(info.name, raw=True)
-            return
-        step = max(1, CHUNK * info.shape[0] // max(1, info.nbytes))
-        for begin in range(0, info.shape[0], step):
-            yield name, checkpoint.rows(info.name, begin, min(begin + step, info.shape[0]))
-
-    return Job(info.name, (TensorSpec(name, dtype, info.shape),), produce, info.nbytes)
-
-
-def _scale_job(checkpoint: CheckpointReader, info: TensorInfo, name: str, shape: tuple[int, ...]) -> Job:
-    """A scale as float32 in some shape."""
-
-    def produce() -> Pieces:
-        yield name, decode_scales(info.dtype, checkpoint.tensor(info.name, raw=True)).reshape(shape)
-
-    return Job(info.name, (TensorSpec(name, "F32", shape),), produce, info.nbytes)
+    return scale_job(checkpoint, info, name, shape)
 
 
 def _reciprocals(checkpoint: CheckpointReader, tensors: list[str]) -> list[str]:
     """A sentence on the factors that are written for divisors."""
-    if not tensors:
-        return []
-    found = []
+    pairs: list[tuple[np.float32, np.float32]] = []
     for tensor in tensors:
         divisors = checkpoint.files.divisor(tensor)
         assert divisors is not None
         factors = np.asarray(checkpoint.tensor(tensor), np.float32)
-        pairs = zip(divisors.reshape(-1), factors.reshape(-1), strict=True)
-        found += [difference(divisor, factor) for divisor, factor in pairs]
-    largest, share = max(each.largest for each in found), max(each.share for each in found)
-    inexact = sum(each.largest > 0 for each in found)
-    if not inexact:
-        return []
-    return [
-        f"{inexact} of {len(found)} divisors of weights have no exact reciprocal: weights differ by at most "
-        f"{largest:.1e} of themselves in float32"
-        + (
-            f", and at most {share:.1%} of a layer's by one bit in bfloat16"
-            if share
-            else ", none in bfloat16"
-        )
-    ]
+        pairs += zip(divisors.reshape(-1), factors.reshape(-1), strict=True)
+    return tell_differences("divisors", pairs)
