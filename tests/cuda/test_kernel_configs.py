@@ -114,9 +114,12 @@ def test_what_is_kept_after_calls_is_taken():
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_kept_variant_has_a_way_for_each_number_of_tokens(kind):
     """Whichever number was asked for first: blocks that share are as many as that number of tiles allows."""
-    kernel, variant = {"FP8": ("fp8_prefill", 5), "NVFP4": ("nvfp4_medium", 5)}.get(
-        kind[0], ("fp8_prefill", 2)
-    )
+    kernel, variant = {
+        "FP8": ("fp8_prefill", 5),
+        "NVFP4": ("nvfp4_medium", 5),
+        "MXFP8": ("general", 5),
+        "W8A8_SQ_PER_CHANNEL": ("int8_prefill", 2),
+    }.get(kind[0], ("fp8_prefill", 2))
     if kind[1] == "fp8":
         kernel = "nvfp4_fp8_medium"
     near = range(241, 257)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moqext.algorithms import ALGORITHMS, Algorithm
 from moqext.errors import CheckpointError
 from moqext.reader.checkpoint_reader import CheckpointReader
 from moqext.reader.formats.scale_values import decode_scales
@@ -66,32 +67,39 @@ _NVFP4: dict[str, Any] = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"
 _MX: dict[str, Any] = {"group_size": 32, "scale_dtype": "torch.uint8"}
 _TOKEN = _args(8, "token", dynamic=True)
 
-_SCHEMES: dict[str, Scheme] = {
-    "FP8": Scheme("float-quantized", _args(8, "tensor"), _args(8, "tensor")),
-    "FP8 for weights": Scheme("float-quantized", _args(8, "tensor"), None),
-    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("float-quantized", _args(8, "channel"), _TOKEN),
-    "FP8_PB_WO": Scheme(
-        "float-quantized",
-        _args(8, "block", block_structure=[128, 128]),
-        _args(8, "group", dynamic=True, group_size=128),
-    ),
-    "NVFP4": Scheme(
-        "nvfp4-pack-quantized",
-        _args(4, "tensor_group", **_NVFP4),
-        _args(4, "tensor_group", dynamic="local", **_NVFP4),
-    ),
-    "W4A16_NVFP4": Scheme("nvfp4-pack-quantized", _args(4, "tensor_group", **_NVFP4), None),
-    "MXFP4": Scheme("mxfp4-pack-quantized", _args(4, "group", **_MX), None),
-    "MXFP8": Scheme("mxfp8-quantized", _args(8, "group", **_MX), _args(8, "group", dynamic=True, **_MX)),
+
+def _scheme_of(facts: Algorithm) -> Scheme | None:
+    """The form that an algorithm has there. Whether MXFP4 quantizes activations no file of ModelOpt says."""
+    if facts.pre_quant_scale or facts.low_rank or facts.codes not in ("e4m3", "e2m1"):
+        return None
+    if facts.scales == "tensor":
+        return Scheme("float-quantized", _args(8, "tensor"), _args(8, "tensor"))
+    if facts.scales == "rows":
+        return Scheme("float-quantized", _args(8, "channel"), _TOKEN)
+    if facts.scales == "blocks":
+        weights = _args(8, "block", block_structure=[128, 128])
+        return Scheme("float-quantized", weights, _args(8, "group", dynamic=True, group_size=128))
+    if facts.linear != "as_is":
+        return None
+    if facts.codes == "e4m3":
+        return Scheme("mxfp8-quantized", _args(8, "group", **_MX), _args(8, "group", dynamic=True, **_MX))
+    if facts.second is None:
+        return Scheme("mxfp4-pack-quantized", _args(4, "group", **_MX), None)
+    inputs = _args(4, "tensor_group", dynamic="local", **_NVFP4) if facts.input_scale else None
+    return Scheme("nvfp4-pack-quantized", _args(4, "tensor_group", **_NVFP4), inputs)
+
+
+_SCHEMES = {name: scheme for name, facts in ALGORITHMS.items() if (scheme := _scheme_of(facts)) is not None}
+"""Algorithms that have a form there."""
+
+_FOR_WEIGHTS = {
+    f"{name} for weights": _SCHEMES[name]._replace(inputs=None)
+    for name in _SCHEMES
+    if ALGORITHMS[name].input_scale is not None
 }
-"""Algorithms that have a form there, and FP8 whose activations were never calibrated.
+"""Those whose activations have a scale, of layers without one: they were never calibrated."""
 
-Whether MXFP4 quantizes activations no file of ModelOpt says.
-"""
-
-
-_UNCALIBRATED = {"NVFP4": "W4A16_NVFP4", "FP8": "FP8 for weights"}
-"""Schemes of layers without an activation scale."""
+_FORMS = _SCHEMES | _FOR_WEIGHTS
 
 
 def plan_compressed(checkpoint: CheckpointReader) -> tuple[Plan, dict[str, Any]]:
@@ -110,7 +118,7 @@ def plan_compressed(checkpoint: CheckpointReader) -> tuple[Plan, dict[str, Any]]
         jobs += [
             _stored_job(checkpoint, record, role, tensor)
             for role, tensor in record.tensors.items()
-            if role != "bias" and (role != "input_scale" or _SCHEMES[algo].is_static)
+            if role != "bias" and (role != "input_scale" or _FORMS[algo].is_static)
         ]
         second += [
             tensor
@@ -161,8 +169,9 @@ def _algo(checkpoint: CheckpointReader, record: LayerRecord | Projection) -> str
     if why:
         message = f"{record.name}: {why} has no form in compressed-tensors that is written here"
         raise CheckpointError(message, file=checkpoint.directory, tensor=record.tensors["weight"])
-    algo = record.quant_algo
-    return algo if "input_scale" in record.tensors else _UNCALIBRATED.get(algo, algo)
+    for_weights = f"{record.quant_algo} for weights"
+    uncalibrated = for_weights in _FORMS and "input_scale" not in record.tensors
+    return for_weights if uncalibrated else record.quant_algo
 
 
 def _group_size(algo: str) -> int:
@@ -202,7 +211,7 @@ def _configuration(
     """The quantization_config."""
     groups: dict[str, Any] = {}
     for number, (algo, modules) in enumerate(schemes.items()):
-        scheme = _SCHEMES[algo]
+        scheme = _FORMS[algo]
         groups[f"group_{number}"] = {
             "targets": ["Linear"] if len(schemes) == 1 else modules,
             "weights": dict(scheme.weights),
@@ -210,7 +219,7 @@ def _configuration(
             "output_activations": None,
             "format": scheme.style,
         }
-    styles = {_SCHEMES[algo].style for algo in schemes}
+    styles = {_FORMS[algo].style for algo in schemes}
     if kv_algo not in (None, "FP8"):
         message = f"a cache in {kv_algo} has no form in compressed-tensors that is written here"
         raise CheckpointError(message, file=checkpoint.directory)

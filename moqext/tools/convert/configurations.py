@@ -10,11 +10,29 @@ from moqext.reader.config.quant_config import QuantConfig
 
 MIXED = "MIXED_PRECISION"
 
-_SPELLED = {"FP8_PB_WO": "fp8_pb_wo", "MXFP4": "mxfp4"}
-"""Algorithms that ModelOpt spells in another way than the others."""
 
-_BITS: dict[str, tuple[int, int | None]] = {"FP8": (8, 8), "NVFP4": (4, 4), "W4A16_NVFP4": (4, None)}
-"""Bits of weights and activations, for algorithms that ModelOpt describes by these in config.json."""
+def _spelled(algo: str) -> str:
+    """The name as ModelOpt writes it: in small letters for FP8 in blocks and for MXFP4."""
+    facts = ALGORITHMS[algo]
+    small = facts.scales == "blocks" or _is_mxfp4(algo)
+    return algo.lower() if small else algo
+
+
+def _is_mxfp4(algo: str) -> bool:
+    facts = ALGORITHMS[algo]
+    return (facts.codes, facts.second, facts.linear) == ("e2m1", None, "as_is")
+
+
+def _bits(algo: str) -> tuple[int, int | None] | None:
+    """Bits of weights and activations of algorithms that ModelOpt describes by these in config.json."""
+    facts = ALGORITHMS[algo]
+    if facts.pre_quant_scale or facts.low_rank:
+        return None
+    if (facts.codes, facts.scales) == ("e4m3", "tensor"):
+        return 8, 8
+    if (facts.codes, facts.second) == ("e2m1", "parts"):
+        return 4, 4 if facts.input_scale else None
+    return None
 
 
 class Format(NamedTuple):
@@ -25,9 +43,9 @@ class Format(NamedTuple):
 
     def entry(self) -> dict[str, Any]:
         """In the words of ModelOpt's files."""
-        sized = ALGORITHMS[self.algo].scales == "groups" and self.algo != "MXFP4"
+        sized = ALGORITHMS[self.algo].scales == "groups" and not _is_mxfp4(self.algo)
         size = {"group_size": self.group_size} if sized else {}
-        return {"quant_algo": _SPELLED.get(self.algo, self.algo), **size}
+        return {"quant_algo": _spelled(self.algo), **size}
 
     def whole(self) -> dict[str, Any]:
         """The fields of hf_quant_config.json where all modules are so."""
@@ -36,9 +54,10 @@ class Format(NamedTuple):
 
     def group(self, targets: Sequence[str]) -> dict[str, Any]:
         """An entry of `config_groups` in config.json, for some modules."""
-        if self.algo not in _BITS:
+        bits = _bits(self.algo)
+        if bits is None:
             return {**self.entry(), "targets": list(targets)}
-        weights, inputs = _BITS[self.algo]
+        weights, inputs = bits
         facts = {"dynamic": False, "num_bits": weights, "type": "float"}
         facts |= {} if self.group_size is None else {"group_size": self.group_size}
         activations = {} if inputs is None else {"input_activations": dict(facts)}
@@ -83,7 +102,7 @@ def _groups(quantized: Mapping[str, Format], formats: Mapping[Format, None]) -> 
     """The entries of `config_groups`; none where ModelOpt has none."""
     if len(formats) == 1:
         (only,) = formats
-        return {"group_0": only.group(["Linear"])} if only.algo in _BITS else {}
+        return {"group_0": only.group(["Linear"])} if _bits(only.algo) is not None else {}
     targets = defaultdict(list)
     for module, each in quantized.items():
         targets[each].append(module)
