@@ -1,5 +1,7 @@
 """Writes codes and scales as compressed-tensors stores them, for FP8, NVFP4 and the MX formats.
 
+Each role of ModelOpt has this form there:
+
 role                          written as
 weight of 4 bits              weight_packed, its bytes
 weight of FP8                 weight
@@ -97,7 +99,7 @@ _FOR_WEIGHTS = {
     for name in _SCHEMES
     if ALGORITHMS[name].input_scale is not None
 }
-"""Those whose activations have a scale, of layers without one: they were never calibrated."""
+"""Forms of layers whose activations were never calibrated: the algorithm has a scale of them, the layer none."""
 
 _FORMS = _SCHEMES | _FOR_WEIGHTS
 

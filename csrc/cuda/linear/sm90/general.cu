@@ -1,4 +1,4 @@
-/* Linear of MXFP8, int8 and int4 weights on Hopper, up to some hundreds of tokens: y[m, n] =
+/* Linear of MXFP8, int8 and int4 weights on Hopper, up to 256 tokens: y[m, n] =
  * round(fw[n] sum over groups of s(n, group) sum_k x[m, k] C[n, k] + bias[n]).
  *
  * C is e4m3 with an E8M0 scale s for 32 columns, int8 with a factor fw a row, or int4 in pairs of

@@ -1,9 +1,10 @@
 /* Linear of MXFP8, int8 and int4 weights on Hopper: tile, copies and mainloops (general.cu).
  *
  * W is read as the checkpoint stores it, row by row: the copy engine brings 128 columns of the rows
- * of a tile in the 128-byte swizzle. A lane reads columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16
- * of rows g and g + 8, or of int4 of the pair g of rows, and widens them into the fragment of a
- * product. Scales, a word for a row and a step, are loaded a step ahead. */
+ * of a tile in the 128-byte swizzle. Lane 4g + t widens codes of rows g and g + 8 into the fragment
+ * of a product: of each 16 columns 2t, 2t + 1, 2t + 8 and 2t + 9. A row of int4 codes holds two
+ * rows of W, and lane 4g + t has the pair g. Scales, a word for a row and a step, come a step
+ * ahead. */
 #ifndef MOQ_CUDA_LINEAR_SM90_GENERAL_H
 #define MOQ_CUDA_LINEAR_SM90_GENERAL_H
 
