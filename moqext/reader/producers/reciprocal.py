@@ -1,8 +1,8 @@
 """The factor in float32 that stands for a divisor, and the reverse, chosen so that weights differ least.
 
-A weight is code * (scale / divisor) in their files, and code * scale * factor in ModelOpt's. The nearest float32
-to 1 / divisor is tried first. Where weights in bfloat16 differ with it, so are its two neighbours. A trial has
-every product of a code in E2M1 and a scale in E4M3, powers of two aside.
+A weight is code * (scale / divisor) in their files, and code * scale * factor in ModelOpt's. The nearest
+float32 to 1 / divisor is tried first. Where weights in bfloat16 differ with it, so are its two neighbours.
+A trial has every product of a code in E2M1 and a scale in E4M3, powers of two aside.
 """
 
 from collections.abc import Callable, Sequence

@@ -99,7 +99,7 @@ _FOR_WEIGHTS = {
     for name in _SCHEMES
     if ALGORITHMS[name].input_scale is not None
 }
-"""Forms of layers whose activations were never calibrated: the algorithm has a scale of them, the layer none."""
+"""Forms of layers that lack the scale of activations of their algorithm: they were never calibrated."""
 
 _FORMS = _SCHEMES | _FOR_WEIGHTS
 

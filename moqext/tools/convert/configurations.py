@@ -7,20 +7,9 @@ from typing import Any, NamedTuple
 from moqext.algorithms import ALGORITHMS
 from moqext.reader.checkpoint_reader import CheckpointReader
 from moqext.reader.config.quant_config import QuantConfig
+from moqext.tools.convert.words import is_raw, name_of
 
 MIXED = "MIXED_PRECISION"
-
-
-def _spelled(algo: str) -> str:
-    """The name as ModelOpt writes it: in small letters for FP8 in blocks and for MXFP4."""
-    facts = ALGORITHMS[algo]
-    small = facts.scales == "blocks" or _is_mxfp4(algo)
-    return algo.lower() if small else algo
-
-
-def _is_mxfp4(algo: str) -> bool:
-    facts = ALGORITHMS[algo]
-    return (facts.codes, facts.second, facts.linear) == ("e2m1", None, "as_is")
 
 
 def _bits(algo: str) -> tuple[int, int | None] | None:
@@ -43,9 +32,9 @@ class Format(NamedTuple):
 
     def entry(self) -> dict[str, Any]:
         """In the words of ModelOpt's files."""
-        sized = ALGORITHMS[self.algo].scales == "groups" and not _is_mxfp4(self.algo)
+        sized = ALGORITHMS[self.algo].scales == "groups" and not is_raw(self.algo)
         size = {"group_size": self.group_size} if sized else {}
-        return {"quant_algo": _spelled(self.algo), **size}
+        return {"quant_algo": name_of(self.algo), **size}
 
     def whole(self) -> dict[str, Any]:
         """The fields of hf_quant_config.json where all modules are so."""

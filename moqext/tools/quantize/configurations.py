@@ -7,17 +7,12 @@ from typing import Any
 from moqext import _C
 from moqext.algorithms import ALGORITHMS, Algorithm
 from moqext.reader.naming import parse_expert_name
+from moqext.tools.convert.words import is_raw, name_of
 from moqext.tools.quantize.rules import summarize
 from moqext.tools.quantize.weights import Weight
 
 FORMAT_VERSION = "0.47.0"
 """The version of ModelOpt whose files these are."""
-
-
-def _is_raw(facts: Algorithm) -> bool:
-    """Whether ModelOpt names the algorithm by a constant of its own, and says nothing more of it."""
-    powers = facts.scale_dtype == "float8_e8m0fnu"
-    return facts.scales == "blocks" or (facts.codes == "e2m1" and powers and facts.input_scale is None)
 
 
 def configurations(
@@ -62,8 +57,8 @@ def configurations(
 
 def _layer(quant_algo: str) -> dict[str, Any]:
     facts = ALGORITHMS[quant_algo]
-    if _is_raw(facts):
-        return {"quant_algo": quant_algo.lower()}
+    if is_raw(quant_algo):
+        return {"quant_algo": name_of(quant_algo)}
     grouped = {} if facts.group_size is None else {"group_size": facts.group_size}
     return {"quant_algo": quant_algo, **grouped}
 
@@ -102,8 +97,8 @@ def _groups(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _described(facts: Algorithm) -> dict[str, Any]:
     """A group of `config_groups`, which engines for other producers' files read."""
-    if _is_raw(facts):
-        return {"quant_algo": facts.name.lower()}
+    if is_raw(facts.name):
+        return {"quant_algo": name_of(facts.name)}
     grouped = {"group_size": facts.group_size} if facts.scales == "groups" else {}
     by_row = {"strategy": "channel"} if facts.scales == "rows" else {}
     weights = _numbers(4 if facts.codes == "e2m1" else 8, **grouped, **by_row)
