@@ -1,6 +1,5 @@
 """ModelOpt's words for an algorithm in config.json and hf_quant_config.json."""
 
-
 from moqext.algorithms import ALGORITHMS
 
 
