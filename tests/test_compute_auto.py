@@ -57,6 +57,18 @@ def test_a_choice_that_is_kept_says_what_is_multiplied():
     assert auto.compute_for(1024) == "exact"
 
 
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0"])
+def test_mxfp8_is_fp8_on_cuda_and_exact_on_the_cpu(capability):
+    exact, fp8, auto = (plan(compute, "MXFP8", capability) for compute in ("exact", "fp8", "auto"))
+    assert auto.prepared_params() == fp8.prepared_params() != exact.prepared_params()
+    for tokens in TOKENS:
+        assert auto.compute_for(tokens) == "fp8"
+        assert auto.backend(tokens) == fp8.backend(tokens)
+    here = LinearMethod("MXFP8", 64, [32], compute="auto")
+    assert {here.compute_for(tokens) for tokens in TOKENS} == {"exact"}
+    assert here.prepared_params == LinearMethod("MXFP8", 64, [32]).prepared_params
+
+
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
 def test_it_is_exact_on_other_chips(capability):
     auto = plan("auto", capability=capability)

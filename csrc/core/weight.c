@@ -59,6 +59,10 @@ static moq_status apply_compute(moq_weight *weight, moq_err *err) {
     bool packs = weight->checkpoint == MOQ_WEIGHT_E2M1 && weight->device.kind == MOQ_CUDA;
     if (packs && weight->compute != MOQ_COMPUTE_FP4)
         weight->weight = MOQ_WEIGHT_E2M1_PACKED;
+    /* No one copy of MXFP8 serves both, and FP8 products are faster for any number of tokens. */
+    bool is_mx = weight->checkpoint == MOQ_WEIGHT_E4M3_GROUP;
+    if (weight->compute == MOQ_COMPUTE_AUTO && is_mx && weight->device.kind == MOQ_CUDA)
+        weight->compute = MOQ_COMPUTE_FP8;
     if (weight->compute == MOQ_COMPUTE_EXACT)
         return MOQ_OK;
     if (weight->compute == MOQ_COMPUTE_AUTO) {
@@ -67,12 +71,11 @@ static moq_status apply_compute(moq_weight *weight, moq_err *err) {
             weight->input = MOQ_INPUT_E4M3_TOKEN;
         return MOQ_OK;
     }
-    bool folds = weight->checkpoint == MOQ_WEIGHT_E4M3_GROUP && weight->compute == MOQ_COMPUTE_FP8;
+    bool folds = is_mx && weight->compute == MOQ_COMPUTE_FP8;
     if (weight->checkpoint != MOQ_WEIGHT_E2M1 && !folds)
         return moq_fail(err, MOQ_ERR_UNSUPPORTED,
                         "compute \"%s\" is for NVFP4 weights; %s runs with compute \"exact\"%s",
-                        moq_compute_name(weight->compute), weight->algo,
-                        weight->checkpoint == MOQ_WEIGHT_E4M3_GROUP ? " or \"fp8\"" : "");
+                        moq_compute_name(weight->compute), weight->algo, is_mx ? " or \"fp8\"" : "");
     if (weight->compute == MOQ_COMPUTE_FP8) {
         if (!packs)
             weight->weight = MOQ_WEIGHT_E4M3_ROW;

@@ -71,7 +71,7 @@ def test_folded_codes_have_no_checkpoint_form(rng):
     layer = filled(case_of(rng, "NVFP4"), compute="fp8").prepare()
     for ask in (layer.state_dict, layer.half):
         with pytest.raises(
-            RuntimeError, match="compute='fp8' on the CPU has the checkpoint's tensors no more"
+            RuntimeError, match="compute='fp8' on cpu has the checkpoint's tensors no more"
         ):
             ask()
     case = case_of(rng, "NVFP4")  # but they can be loaded over
