@@ -5,7 +5,8 @@
 Decoding: B sequences with prompts of 16 random tokens, greedy; seconds of N more tokens after the first, the
 difference of the least of three runs with and without them. A prompt: one of P random tokens, up to its first
 token, the median of five. Engines of several processes may be made at once; a file's lock has them measure
-one after the other, while none is being made. What the environment says (MOQEXT_..., VLLM_PLUGINS) holds.
+one after the other, while none is being made. With `--rounds` they take turns, and the median round counts.
+What the environment says (MOQEXT_..., VLLM_PLUGINS) holds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from benchmarks import vllm_random
 
@@ -109,6 +110,19 @@ class Engine:
         first = min(self.seconds(prompts, 1) for prompts in runs)
         return more / (min(self.seconds(prompts, 1 + more) for prompts in runs) - first)
 
+    def in_turn(self, lock: TextIO, batches: Sequence[int], rounds: int) -> dict[int, list[float]]:
+        """Tokens a second of each of so many sequences, a round at a time; holds the lock at the end."""
+        found: dict[int, list[float]] = {batch: [] for batch in batches}
+        for left in reversed(range(rounds)):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            time.sleep(SETTLE)
+            for batch in batches:
+                found[batch].append(round(self.decode(batch), 2))
+            if left:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                time.sleep(SETTLE / 4)  # those that wait come first
+        return found
+
     def prefill(self, tokens: int) -> float:
         """Tokens a second of one prompt."""
         found = [self.seconds(self.prompts(1, tokens), 1) for _ in range(6)][1:]
@@ -185,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--expert-parallel", action="store_true", help="ranks have whole experts")
     parser.add_argument("--more", type=int, help="tokens that are timed, whatever the number of sequences")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--rounds", type=int, default=1, help="in turn with the engines of other processes")
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--cache", type=int, default=CACHE_GIB, help="GiB of keys and values")
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches")
@@ -193,10 +208,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fcntl.flock(lock, fcntl.LOCK_SH)
         engine = Engine(options)
         fcntl.flock(lock, fcntl.LOCK_UN)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        time.sleep(SETTLE)
+        rounds = engine.in_turn(lock, options.batches, options.rounds)
         row: dict[str, Any] = {"name": options.name, "compile": options.compile}
-        row["decode"] = {batch: round(engine.decode(batch), 2) for batch in options.batches}
+        row["decode"] = {batch: statistics.median(speeds) for batch, speeds in rounds.items()}
+        if options.rounds > 1:
+            row["rounds"] = rounds
         row["prefill"] = round(engine.prefill(options.prompt), 1) if options.prompt else None
         row |= {"start_seconds": round(engine.start_seconds, 1), "methods": engine.methods()}
         print("ROW", json.dumps(row), flush=True)

@@ -47,6 +47,7 @@ MOE_WAYS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         {"VLLM_PLUGINS": "none"},
         ["--backend", "marlin", "--moe-backend", "marlin"],
     ),
+    "experts in NVFP4 moqext auto": ("NVFP4", {"MOQEXT_VLLM_COMPUTE": "auto"}, []),
     "experts in FP8 moqext": ("FP8", {}, []),
     "experts in FP8 vLLM": ("FP8", {"VLLM_PLUGINS": "none"}, []),
 }
