@@ -120,12 +120,12 @@ class _MoqextConfig:
         except Exception as error:  # of whatever kind: SGLang does not run the checkpoint
             engine, refusal = None, str(error)
         read = read_checkpoint(config)
-        algorithms, force = read.algorithms(), read_force()
-        reasons = {name: _reason(name, force or engine is None) for name in algorithms}
+        compute, force = compute_wanted(), read_force()
+        reasons = {name: _reason(name, compute, force or engine is None) for name in read.algorithms()}
         if reasons and None not in reasons.values():
             return _left_to_sglang(read.config, reasons, engine, refusal)
         made = own.from_config(_as_sglang_reads(read.config, config.get("packed_modules_mapping")))
-        made.checkpoint, made.unknown, made.compute = read.config, read.unknown, compute_wanted()
+        made.checkpoint, made.unknown, made.compute = read.config, read.unknown, compute
         made.force, made.engine, made.refusal = force, engine, refusal
         kept = [name for name, reason in reasons.items() if reason is None]
         named = ", ".join(kept) or "no layer"
@@ -219,7 +219,7 @@ class _MoqextConfig:
         """
         assert self.checkpoint is not None
         algorithm = ReadConfig(self.checkpoint, dict(self.unknown)).algorithm_of(found)
-        reason = _reason(algorithm, self.force or self.engine is None)
+        reason = _reason(algorithm, self.compute, self.force or self.engine is None)
         if reason is None and method is MoqextFusedMoEMethod:
             reason = reason_of_experts()
         if reason is None:
@@ -255,9 +255,9 @@ class _MoqextConfig:
             )
 
 
-def _reason(algorithm: str, wanted: bool) -> Reason | None:
+def _reason(algorithm: str, compute: str, wanted: bool) -> Reason | None:
     """Why layers of an algorithm are SGLang's; where moqext is `wanted` only what it cannot run is."""
-    reason = reason_of_algorithm(algorithm)
+    reason = reason_of_algorithm(algorithm, compute)
     return None if reason is not None and reason.runs and wanted else reason
 
 

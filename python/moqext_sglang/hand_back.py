@@ -49,10 +49,10 @@ def read_force() -> bool:
     return value == "1"
 
 
-def reason_of_algorithm(quant_algo: str) -> Reason | None:
-    """Why layers of an algorithm are SGLang's on this machine, None where they are moqext's."""
+def reason_of_algorithm(quant_algo: str, compute: str) -> Reason | None:
+    """Why layers of an algorithm are SGLang's on this machine and with this compute, None where moqext's."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return reason_to_step_aside(quant_algo, capability)
+    return reason_to_step_aside(quant_algo, capability, compute)
 
 
 def reason_of_experts() -> Reason | None:

@@ -53,19 +53,27 @@ class ReadConfig(NamedTuple):
         return sorted(found - {"MIXED_PRECISION", "None"})
 
 
-def reason_to_step_aside(quant_algo: str, capability: tuple[int, int] | None) -> Reason | None:
+def reason_to_step_aside(
+    quant_algo: str, capability: tuple[int, int] | None, compute: str = "exact"
+) -> Reason | None:
     """Why layers of an algorithm are the engine's, None where they are moqext's.
+
+    MXFP8 on Hopper is the engine's with `compute="exact"` alone: as FP8 it is ahead of every public kernel
+    (docs/results/README.md).
 
     Args:
         quant_algo: as a configuration names it.
         capability: of the GPU, None on a CPU.
+        compute: that the user asks for.
     """
     facts = ALGORITHMS.get(quant_algo)
     if facts is None or facts.linear is None:
         return Reason("moqext has no linear method for it", runs=False)
     if facts.low_rank:
         return Reason("moqext does not load low-rank pairs here", runs=False)
-    if facts.codes in ("int4", "int8") or (facts.codes, facts.scale_dtype) == ("e4m3", "float8_e8m0fnu"):
+    is_mxfp8 = (facts.codes, facts.scale_dtype) == ("e4m3", "float8_e8m0fnu")
+    folds = is_mxfp8 and compute in ("auto", "fp8") and capability is not None and capability[0] == 9
+    if facts.codes in ("int4", "int8") or (is_mxfp8 and not folds):
         return Reason("it is not known to be faster in moqext", runs=True)
     if capability is None:
         return None

@@ -145,7 +145,7 @@ class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
 
     def reason(self, algorithm: str) -> Reason | None:
         """Why layers of an algorithm are vLLM's, None where they are moqext's."""
-        found = hand_back.reason_of_algorithm(algorithm)
+        found = hand_back.reason_of_algorithm(algorithm, self.compute)
         kept = found is not None and found.runs and (self.force or self.refusal is not None)
         return None if kept else found
 

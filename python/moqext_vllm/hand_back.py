@@ -13,10 +13,10 @@ from moqext import UnsupportedQuantization
 from moqext_torch.stepping_aside import Reason, reason_to_step_aside
 
 
-def reason_of_algorithm(quant_algo: str) -> Reason | None:
-    """Why layers of an algorithm are vLLM's on this machine, None where they are moqext's."""
+def reason_of_algorithm(quant_algo: str, compute: str) -> Reason | None:
+    """Why layers of an algorithm are vLLM's on this machine and with this compute, None where moqext's."""
     capability = current_platform.get_device_capability()
-    return reason_to_step_aside(quant_algo, None if capability is None else tuple(capability))
+    return reason_to_step_aside(quant_algo, None if capability is None else tuple(capability), compute)
 
 
 def reason_of_experts(moe: Any) -> Reason | None:

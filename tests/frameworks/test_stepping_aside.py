@@ -15,6 +15,16 @@ def test_low_rank_pairs_are_the_engines(capability):
     assert reason_to_step_aside("NVFP4_AWQ", capability) is None
 
 
+def test_mxfp8_is_the_engines_but_as_fp8_on_hopper():
+    found = {
+        (capability, compute): reason_to_step_aside("MXFP8", capability, compute)
+        for capability in (None, (8, 0), (9, 0), (10, 0))
+        for compute in ("exact", "auto", "fp8")
+    }
+    assert {case for case, reason in found.items() if reason is None} == {((9, 0), "auto"), ((9, 0), "fp8")}
+    assert all(reason is None or reason.runs for reason in found.values())
+
+
 def test_what_stands_for_an_unknown_algorithm_runs_in_no_plug_in():
     layers = {"a": {"quant_algo": "NVFP9"}, "b": {"quant_algo": "NVFP4"}}
     document = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}

@@ -171,8 +171,8 @@ def test_a_checkpoint_of_tomorrow_is_left_to_vllm_whole(monkeypatch):
 
 
 def test_an_algorithm_that_neither_runs_is_refused_with_what_both_say():
-    with pytest.raises(moqext.UnsupportedQuantization, match=r"W4A8_AWQ: .* vLLM says: ModelOpt"):
-        make_config("W4A8_AWQ")
+    with pytest.raises(moqext.UnsupportedQuantization, match=r"NVFP4_SVD: .* vLLM says: ModelOpt"):
+        make_config("NVFP4_SVD")
 
 
 # -------------------------------------------------------------------------------------------- what GPUs have
