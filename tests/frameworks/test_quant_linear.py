@@ -70,9 +70,7 @@ def test_nothing_is_kept_twice(rng):
 def test_folded_codes_have_no_checkpoint_form(rng):
     layer = filled(case_of(rng, "NVFP4"), compute="fp8").prepare()
     for ask in (layer.state_dict, layer.half):
-        with pytest.raises(
-            RuntimeError, match="compute='fp8' on cpu has the checkpoint's tensors no more"
-        ):
+        with pytest.raises(RuntimeError, match="compute='fp8' on cpu has the checkpoint's tensors no more"):
             ask()
     case = case_of(rng, "NVFP4")  # but they can be loaded over
     layer.load_state_dict(tensors_of(case))
