@@ -213,8 +213,8 @@ class PreparedModule(torch.nn.Module):
         float16 or bfloat16 are float32.
 
         Raises:
-            RuntimeError: NVFP4 prepared with compute="fp8" on the CPU, or MXFP8 with "fp8", and with "auto" on
-                CUDA: the codes are folded for good.
+            RuntimeError: NVFP4 prepared with compute="fp8" on the CPU, or MXFP8 with "fp8", and with "auto"
+                on CUDA: the codes are folded for good.
         """
         stored = self._stored_as_they_are()
         if self.is_prepared:

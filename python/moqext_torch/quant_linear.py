@@ -292,8 +292,8 @@ class QuantLinear(PreparedModule):
         else:
             raise RuntimeError(
                 f"QuantLinear: {self.quant_algo} prepared with compute={self.compute!r} on "
-                f"{self._codes.device.type} has the checkpoint's tensors no more; prepare with compute='exact', "
-                "or load the checkpoint again"
+                f"{self._codes.device.type} has the checkpoint's tensors no more; prepare with "
+                "compute='exact', or load the checkpoint again"
             )
         is_mx = self._specs["weight_scale"].dtype == "float8_e8m0fnu"
         if is_mx and "output_scale" in self._prepared:  # of MXFP4: MXFP8 keeps its scales
