@@ -363,12 +363,16 @@ static moq_status scale_products(const moq_linear_call *call, const layout *l, m
     return launch_overlapping(call, (const void *)find_alphas, dim3(1), args, err);
 }
 
-/* Clears the scales of padding columns, which meet zeros but must not be NaN. */
+/* Clears the scales of x in tiles with padding, which the library wants to be zero: all of them if
+ * columns are padded, the last row of tiles if only rows are. */
 static moq_status clear_scales(const moq_linear_call *call, const layout *l, moq_err *err) {
-    if (call->spec->in_features % (MOQ_NVFP4_GROUP * MOQ_SWIZZLE_COLUMNS) == 0)
+    int64_t k = call->spec->in_features;
+    bool columns = k % (MOQ_NVFP4_GROUP * MOQ_SWIZZLE_COLUMNS) != 0;
+    if (!columns && call->m % MOQ_SWIZZLE_ROWS == 0)
         return MOQ_OK;
-    return moq_cuda_fill((uint8_t *)call->workspace + l->x_scale, 0, (size_t)l->scale_bytes,
-                         call->stream, err);
+    int64_t bytes = columns ? l->scale_bytes : swizzled_bytes(MOQ_SWIZZLE_ROWS, k);
+    uint8_t *end = (uint8_t *)call->workspace + l->x_scale + l->scale_bytes;
+    return moq_cuda_fill(end - bytes, 0, (size_t)bytes, call->stream, err);
 }
 
 /* ---- from the workspace to y ---- */
