@@ -245,7 +245,9 @@ def models() -> list[Pair]:
 ENGINE = {
     "vllm": LLAMA,
     "vllm-64": f"{LLAMA}, engines in turn",
+    "vllm-busy": f"{LLAMA}, engines in turn",
     "vllm-experts": QWEN,
+    "vllm-experts-busy": f"{QWEN}, engines in turn",
     "vllm-two": f"{LLAMA}, two GPUs",
     "vllm-experts-two": f"{QWEN}, two GPUs",
     "vllm-experts-parallel": f"{QWEN}, two GPUs, expert parallel",
@@ -261,11 +263,13 @@ def vllm() -> list[Pair]:
             runs: dict[tuple[str, bool, bool], dict[str, list[dict[int, float]]]] = {}
             for row in result["rows"]:
                 algo, _, who = row["name"].removeprefix("experts in ").partition(" ")
+                if who == "moqext auto":
+                    algo, who = f"{algo}, auto", "moqext"
                 key = (algo, row["compile"], who == "moqext")
                 if "," not in who and who:
                     runs.setdefault(key, {}).setdefault(who, []).append(_seconds_of(row))
             for (algo, compiled, own), engines in runs.items():
-                others = runs.get((algo, compiled, False))
+                others = runs.get((algo.removesuffix(", auto"), compiled, False))
                 if not own or not others:
                     continue
                 for turn, times in enumerate(engines["moqext"]):
