@@ -88,7 +88,11 @@ class PlannedMethod:
         if stored is None or prepared is None or stored.dtype == "float32":
             return False
         swizzled = self.compute == "fp4" and self.device != "cpu" and name.endswith("weight_scale")
-        return stored[:2] == prepared[:2] and not swizzled
+        scales = self.checkpoint_params.get(f"{name}_scale")  # of MXFP8: folded into codes, or kept beside
+        folded = (
+            scales is not None and scales.dtype != "float32" and f"{name}_scale" not in self.prepared_params
+        )
+        return stored[:2] == prepared[:2] and not swizzled and not folded
 
     def tune(self, tokens: Sequence[int], params: Mapping[str, Any], *, save: bool = False) -> list[Timing]:
         """Times every kernel that can run, and cuBLASLt's algorithms, and keeps the fastest.

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptFp8Config,
     ModelOptMixedPrecisionConfig,
+    ModelOptMxFp8Config,
     ModelOptNvFp4Config,
     ModelOptQuantConfigBase,
 )
@@ -347,6 +348,13 @@ class MoqextModelOptFp4Config(MoqextConfig, ModelOptNvFp4Config):  # type: ignor
     STAND_IN: ClassVar[dict[str, Any]] = {"quant_algo": "NVFP4"}
 
 
+class MoqextModelOptMxFp8Config(MoqextConfig, ModelOptMxFp8Config):  # type: ignore[misc]
+    """MXFP8."""
+
+    NAME = "modelopt_mxfp8"
+    STAND_IN: ClassVar[dict[str, Any]] = {"quant_algo": "MXFP8"}
+
+
 class MoqextModelOptMixedConfig(MoqextConfig, ModelOptMixedPrecisionConfig):  # type: ignore[misc]
     """Layers of several formats."""
 
@@ -360,5 +368,6 @@ class MoqextModelOptMixedConfig(MoqextConfig, ModelOptMixedPrecisionConfig):  # 
 CONFIGS: tuple[type[MoqextConfig], ...] = (
     MoqextModelOptFp8Config,
     MoqextModelOptFp4Config,
+    MoqextModelOptMxFp8Config,
     MoqextModelOptMixedConfig,
 )

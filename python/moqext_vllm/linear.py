@@ -255,8 +255,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         for role, spec in method.prepared_params.items():
             if not spec.required and role not in given:
                 continue
-            stored = method.checkpoint_params.get(role)
-            if role in given and stored is not None and stored.dtype != "float32" and stored[:2] == spec[:2]:
+            if role in given and method.keeps(role):
                 room[role] = given[role]
                 continue
             held = getattr(layer, f"moqext_{role}", None)

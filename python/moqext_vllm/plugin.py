@@ -65,7 +65,7 @@ def find_missing(needed: dict[str, tuple[str, ...]] = NEEDED) -> list[str]:
 
 
 def register() -> None:
-    """Puts moqext in the place of vLLM's "modelopt", "modelopt_fp4" and "modelopt_mixed".
+    """Puts moqext in the place of vLLM's "modelopt", "modelopt_fp4", "modelopt_mxfp8" and "modelopt_mixed".
 
     Norms and activations between their linears run by moqext, too, see `moqext_vllm.activations`. vLLM calls
     it in each of its processes, and may do so again. With MOQEXT_VLLM=0, or where this vLLM lacks what the

@@ -67,12 +67,13 @@ def test_nothing_is_kept_twice(rng):
     assert max(sizes.values()) == 40, sizes  # factors of rows
 
 
-def test_folded_codes_have_no_checkpoint_form(rng):
-    layer = filled(case_of(rng, "NVFP4"), compute="fp8").prepare()
+@pytest.mark.parametrize("algo", ["NVFP4", "MXFP8"])
+def test_folded_codes_have_no_checkpoint_form(rng, algo):
+    layer = filled(case_of(rng, algo), compute="fp8").prepare()
     for ask in (layer.state_dict, layer.half):
         with pytest.raises(RuntimeError, match="compute='fp8' on cpu has the checkpoint's tensors no more"):
             ask()
-    case = case_of(rng, "NVFP4")  # but they can be loaded over
+    case = case_of(rng, algo)  # but they can be loaded over
     layer.load_state_dict(tensors_of(case))
     x = random_x(rng, case, 2)
     assert layer(x).equal(filled(case, compute="fp8")(x))

@@ -103,9 +103,10 @@ def test_nothing_is_kept_twice(rng):
     assert max(sizes.values()) == EXPERTS * 2 * INTERMEDIATE, sizes  # factors of rows
 
 
-def test_folded_codes_have_no_checkpoint_form(rng):
-    case = moe_case(rng, "NVFP4")
-    layer = filled_moe(moe_case(rng, "NVFP4"), compute="fp8").prepare()
+@pytest.mark.parametrize("algo", ["NVFP4", "MXFP8"])
+def test_folded_codes_have_no_checkpoint_form(rng, algo):
+    case = moe_case(rng, algo)
+    layer = filled_moe(moe_case(rng, algo), compute="fp8").prepare()
     for ask in (layer.state_dict, layer.half):
         with pytest.raises(RuntimeError, match="compute='fp8' has the checkpoint's tensors no more"):
             ask()

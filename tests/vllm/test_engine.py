@@ -53,6 +53,16 @@ def test_tokens_are_those_of_transformers(served, expected, name):
     assert_same(tokens, expected[name])
 
 
+@pytest.mark.parametrize("compute", ["exact", "fp8"])
+def test_mxfp8_runs_where_it_is_wanted(engine, compute):
+    directory = DATA / "checkpoints" / "llama_mxfp8"
+    tokens, methods = engine("tokens", directory, MOQEXT_VLLM_FORCE="1", MOQEXT_VLLM_COMPUTE=compute)[0]
+    assert methods["MoqextModelOptLinearMethod"] > 0
+    assert not any("Marlin" in name or name.startswith("ModelOptMx") for name in methods)
+    if compute == "exact":
+        assert_same(tokens, engine("reference", directory)[0])
+
+
 @pytest.mark.parametrize("name", LOADED)
 def test_loaded_layers_have_the_bits_of_moqext(compared, name):
     checked, wrong = compared[name]
