@@ -11,6 +11,7 @@ NEEDED = {  # what has to be there, by module
     "vllm.model_executor.layers.quantization.modelopt": (
         "ModelOptFp8Config",
         "ModelOptMixedPrecisionConfig",
+        "ModelOptMxFp8Config",
         "ModelOptNvFp4Config",
         "ModelOptQuantConfigBase",
     ),
