@@ -63,6 +63,13 @@ def test_other_dtypes_and_computes(data: Path, capsys: Any, dtype: str, compute:
     assert status == 0, result
 
 
+@pytest.mark.parametrize("compute", ["fp8", "auto"])
+def test_mxfp8_as_fp8(data: Path, capsys: Any, compute: str) -> None:
+    directory = data / "checkpoints" / "llama_mxfp8"
+    status, result = verify(capsys, directory, "--device", "cuda:0", "--compute", compute)
+    assert status == 0, result
+
+
 def test_auto_is_the_device_and_no_framework_is_imported(data: Path) -> None:
     code = (
         "import sys; from moqext.__main__ import main; status = main(sys.argv[1:]); "

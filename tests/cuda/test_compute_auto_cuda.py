@@ -67,6 +67,16 @@ def test_one_copy_is_prepared_for_both(rng, algo):
             assert to_numpy(auto[name]).tobytes() == to_numpy(of[name]).tobytes(), name
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_mxfp8_is_fp8(rng, dtype):
+    case = random_case(rng, "MXFP8", 1056, [70, 300])
+    auto, fp8 = OnDevice(case, dtype, "auto"), OnDevice(case, dtype, "fp8")
+    for tokens in (1, 40, 300):
+        x = random_x(rng, (tokens, 1056), dtype)
+        assert auto.method.compute_for(tokens) == "fp8"
+        assert torch.equal(auto(x), fp8(x))
+
+
 def test_graphs_of_both_replay(rng):
     case = random_case(rng, "NVFP4", 2048, [4096])
     auto, of = layers(case)
