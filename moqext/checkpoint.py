@@ -26,14 +26,16 @@ class Checkpoint(CheckpointReader):
     """A directory as ModelOpt or a producer of docs/files.md writes it: JSON and safetensors files.
 
     One file of several can be opened alone; the configuration is that beside it, and nothing is missed then.
+    The root of a Diffusers pipeline stands for the component in it that is quantized.
 
     The weights may be absent, or be there in part; see `problems`. Opening reads the configuration and the
     headers of the files; a tensor's bytes are read when it is asked for. Usable as a context manager, which
     closes it.
 
     Attributes:
-        name: what was opened, as given.
+        name: what was opened, as given, with the component and the file.
         directory: the directory; for a model of the Hub where its files are.
+        component: the directory of a pipeline that was opened, by its name there; None where none was chosen.
         file: the one file that was opened, of safetensors or an index of such; None for a directory.
         headers_only: whether only headers are there.
         producer: name and version of what wrote the files, as they tell; empty where nothing does.

@@ -6,7 +6,6 @@ share a scale. A run that was killed is gone on with by the next that writes the
 """
 
 import os
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +20,11 @@ from moqext.errors import CheckpointError
 from moqext.ops.quantize_weights import SEARCHED, ScaleSearch
 from moqext.reader.checkpoint_reader import CheckpointReader, Progress
 from moqext.tools.convert import MAX_SHARD_SIZE, refuse_errors
-from moqext.tools.convert.files import INDEX_FILE, other_files
+from moqext.tools.convert.assemble import Files, assemble, files_beside
 from moqext.tools.convert.jobs import Job, plain_job
 from moqext.tools.convert.journal import journal_key
 from moqext.tools.convert.plan import split
-from moqext.tools.convert.shards import index_of, name_shards, write_shards
-from moqext.tools.convert.staging import Contents, Staging
+from moqext.tools.convert.shards import name_shards
 from moqext.tools.convert.unread import take_in_unread
 from moqext.tools.quantize.configurations import configurations
 from moqext.tools.quantize.jobs import Part, quantized_job
@@ -108,39 +106,22 @@ def quantize_checkpoint(
             key: value for key, value in checkpoint.model_config.items() if key != "quantization_config"
         }
         documents["config.json"] = config | {"quantization_config": inline}
-    shards = name_shards(split(jobs, max_shard_size))
-    copies, left_out = ([], []) if alone else other_files(checkpoint.directory, checkpoint.files.files)
-    copied = {str(path.relative_to(checkpoint.directory)): path for path in copies}
-    index = [INDEX_FILE] if len(shards) > 1 else []
-    contents = Contents(
-        source=checkpoint.file or checkpoint.directory,
-        read=(*(() if alone else checkpoint.directory.iterdir()), *copies, *checkpoint.files.files),
-        names=(*shards, *index, *documents, *copied),
-        nbytes=sum(job.nbytes for job in jobs) + sum(path.stat().st_size for path in copies),
-    )
-    key = journal_key([_C.build_info()["version"], own, scale_search, _identity(checkpoint, shards, amax)])
-    with Staging(out, contents, overwrite=overwrite, key=key) as staging:
-        begin = time.perf_counter()
-        places, kept = write_shards(shards, staging, progress)
-        seconds = time.perf_counter() - begin
-        for name in index:
-            staging.write_json(name, index_of(places, sum(job.nbytes for job in jobs)))
-        staging.copy(copied)
-        for name, document in documents.items():
-            staging.write_json(name, document)
-        staging.publish()
-    if left_out:
-        told.append(f"files not copied: {', '.join(left_out)}")
+    named = name_shards(split(jobs, max_shard_size), checkpoint.model_config)
+    copied, left_out = files_beside(checkpoint)
+    identity = _identity(checkpoint, named.shards, amax)
+    key = journal_key([_C.build_info()["version"], own, scale_search, identity])
+    files = Files(*named, documents, copied)
+    written = assemble(checkpoint, out, files, overwrite=overwrite, progress=progress, key=key)
     return Quantization(
         directory=os.fspath(out),
-        files=tuple(shards),
+        files=tuple(named.shards),
         tensors=sum(len(job.tensors) for job in jobs),
         quantized=dict(Counter(algos.values())),
         bytes_read=sum(job.reads for job in jobs),
-        bytes_written=sum(job.nbytes for job in jobs),
-        bytes_kept=kept,
-        seconds=seconds,
-        notes=tuple(told),
+        bytes_written=written.nbytes,
+        bytes_kept=written.kept,
+        seconds=written.seconds,
+        notes=(*told, *left_out),
     )
 
 
