@@ -78,13 +78,17 @@ def configurations(
     if listed:
         flat["quantized_layers"] = listed
     if kv_algo is not None:
-        fp8 = {"dynamic": False, "num_bits": 8, "type": "float"}
-        flat["kv_cache_scheme"] = fp8 if kv_algo == "FP8" else kv_algo
+        flat["kv_cache_scheme"] = cache_scheme(kv_algo)
     flat |= {"producer": producer, "quant_method": "modelopt"}
     quantization = {**whole, "kv_cache_quant_algo": kv_algo, "exclude_modules": excluded}
     if listed:
         quantization["quantized_layers"] = listed
     return flat, {"producer": producer, "quantization": quantization}
+
+
+def cache_scheme(kv_algo: str) -> Any:
+    """The algorithm of the cache as config.json has it."""
+    return {"dynamic": False, "num_bits": 8, "type": "float"} if kv_algo == "FP8" else kv_algo
 
 
 def _groups(quantized: Mapping[str, Format], formats: Mapping[Format, None]) -> dict[str, Any]:
@@ -112,7 +116,10 @@ def _excluded(
     checkpoint: CheckpointReader, quantized: Mapping[str, Format], plain: Sequence[str]
 ) -> list[str]:
     """The exclusions of the source that fit, and what else is plain."""
-    entries = list(checkpoint.config.exclude_modules) if checkpoint.config else []
+    listed = checkpoint.config.exclude_modules if checkpoint.config else ()
+    entries = [
+        entry for entry in listed if not entry.startswith("re:")
+    ]  # expressions of others match nothing
     if any(map(_excluder(entries).is_excluded, quantized)):
         entries = [entry for entry in entries if not any(map(_excluder([entry]).is_excluded, quantized))]
     reader = _excluder(entries)

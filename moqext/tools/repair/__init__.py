@@ -20,6 +20,7 @@ from moqext.tools.convert.assemble import Files, assemble, files_beside
 from moqext.tools.convert.files import INDEX_FILE
 from moqext.tools.convert.jobs import Job
 from moqext.tools.convert.unread import take_in_unread
+from moqext.tools.repair.algorithms import repair_algorithms
 from moqext.tools.repair.cache_names import repair_cache_names
 from moqext.tools.repair.draft import Change, Draft
 from moqext.tools.repair.exclusions import repair_exclusions
@@ -146,6 +147,7 @@ def plan_repair(checkpoint: CheckpointReader, *, nan_blocks: Literal["keep", "ze
         repair_scale_names,
         repair_zero_layers,
         NanBlocks(nan_blocks).repair,
+        repair_algorithms,
         repair_exclusions,
     )
     for rule in rules:
