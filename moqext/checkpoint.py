@@ -240,6 +240,7 @@ class Checkpoint(CheckpointReader):
         exclude: Sequence[str] = (),
         scales: str | os.PathLike[str] | Mapping[str, float] | None = None,
         scale_search: ScaleSearch | None = None,
+        kv_cache: Literal["fp8", "nvfp4"] | None = None,
         overwrite: bool = False,
         max_shard_size: int = MAX_SHARD_SIZE,
         progress: Progress | None = None,
@@ -263,6 +264,8 @@ class Checkpoint(CheckpointReader):
                 of FP8, NVFP4 and W4A8_NVFP4_FP8; "none" writes these without one.
             scale_search: "mse": of scales near that of the largest magnitude the one of the least squared
                 error; "4over6": of two for each group of NVFP4. None: ModelOpt's max calibration.
+            kv_cache: how engines are to quantize the cache of keys and values. Its scales follow from
+                `scales`; without magnitudes of the cache there, none are written, and 1.0 applies.
             overwrite: whether a checkpoint that is in `out` may be replaced; other files there stay.
             max_shard_size: bytes of tensors in one file.
             progress: called as progress(bytes written, bytes in all, name of the tensor).
@@ -271,7 +274,7 @@ class Checkpoint(CheckpointReader):
             CheckpointError: weights that are quantized already, are not finite or do not fit the algorithm's
                 groups; scales of activations that are wanted and not there; and as for `convert`. Then `out`
                 has what was in it, and nothing else.
-            ValueError: an algorithm, rule or search that there is not.
+            ValueError: an algorithm, rule, search or cache that there is not.
             OSError: it cannot be written. What was done stays in a hidden folder of `out`.
         """
         return quantize_checkpoint(
@@ -282,6 +285,7 @@ class Checkpoint(CheckpointReader):
             exclude=exclude,
             scales=scales if scales is None or isinstance(scales, Mapping) else expand_home(scales),
             scale_search=scale_search,
+            kv_cache=kv_cache,
             overwrite=overwrite,
             max_shard_size=max_shard_size,
             progress=progress,

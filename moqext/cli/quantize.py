@@ -11,6 +11,7 @@ from moqext.cli.convert import parse_size
 from moqext.cli.progress import Progress
 from moqext.ops.quantize_weights import WRITTEN, ScaleSearch
 from moqext.tools.quantize import MAX_SHARD_SIZE, Quantization, check_options
+from moqext.tools.quantize.scales import CACHES
 
 SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""
@@ -49,6 +50,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="scales of the least squared error instead of those of the largest magnitude",
     )
     parser.add_argument(
+        "--kv-cache",
+        choices=CACHES,
+        help="quantize the cache of keys and values, by the scales of --scales or without any",
+    )
+    parser.add_argument(
         "--max-shard-size", type=parse_size, default=MAX_SHARD_SIZE, metavar="SIZE", help="of a file (5GB)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint that is in OUT")
@@ -74,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 exclude=args.exclude,
                 scales=args.scales,
                 scale_search=args.scale_search,
+                kv_cache=args.kv_cache,
                 overwrite=args.overwrite,
                 max_shard_size=args.max_shard_size,
                 progress=progress,

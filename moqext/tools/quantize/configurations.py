@@ -7,6 +7,7 @@ from typing import Any
 from moqext import _C
 from moqext.algorithms import ALGORITHMS, Algorithm
 from moqext.reader.naming import parse_expert_name
+from moqext.tools.convert.configurations import cache_scheme
 from moqext.tools.convert.words import is_raw, name_of
 from moqext.tools.quantize.rules import summarize
 from moqext.tools.quantize.weights import Weight
@@ -16,7 +17,7 @@ FORMAT_VERSION = "0.47.0"
 
 
 def configurations(
-    algos: Mapping[str, str], weights: Sequence[Weight], plain: Sequence[str]
+    algos: Mapping[str, str], weights: Sequence[Weight], plain: Sequence[str], kv_algo: str | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The quantization_config of config.json, and hf_quant_config.json.
 
@@ -24,6 +25,7 @@ def configurations(
         algos: module -> algorithm of everything that has codes.
         weights: what these are.
         plain: modules with a matrix that has none.
+        kv_algo: how the cache is quantized.
     """
     producer = {"name": "modelopt", "version": f"{FORMAT_VERSION}+moqext.{_C.build_info()['version']}"}
     names = set(algos.values())
@@ -33,7 +35,7 @@ def configurations(
         excluded = summarize(plain, list(algos))
         quantization = {
             "quant_algo": layer.pop("quant_algo"),
-            "kv_cache_quant_algo": None,
+            "kv_cache_quant_algo": kv_algo,
             **layer,
             "exclude_modules": excluded,
         }
@@ -47,10 +49,12 @@ def configurations(
         layers = _layers(algos, weights)
         quantization = {
             "quant_algo": "MIXED_PRECISION",
-            "kv_cache_quant_algo": None,
+            "kv_cache_quant_algo": kv_algo,
             "quantized_layers": layers,
         }
         flat = {"config_groups": _groups(layers), "quantized_layers": layers, "ignore": []}
+    if kv_algo is not None:
+        flat["kv_cache_scheme"] = cache_scheme(kv_algo)
     flat |= {"quant_algo": quantization["quant_algo"], "producer": producer, "quant_method": "modelopt"}
     return flat, {"producer": producer, "quantization": quantization}
 
