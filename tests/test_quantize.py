@@ -354,6 +354,17 @@ def test_files_that_are_no_scales(text, told, tmp_path):
         read_scales(tmp_path / "scales.json")
 
 
+def test_query_key_and_value_of_bert_share_their_second_level(rng, tmp_path):
+    parent = "encoder.layer.0.attention.self"
+    names = [f"{parent}.{part}" for part in ("query", "key", "value")]
+    tensors = {f"{name}.weight": matrix(rng, 32, 32) * (1 + place) for place, name in enumerate(names)}
+    with write(tmp_path / "in", tensors, model_type="bert") as source:
+        source.quantize(tmp_path / "out", to="NVFP4", scales=dict(zip(names, (1.0, 2.0, 3.0), strict=True)))
+    with moqext.Checkpoint(tmp_path / "out") as made:
+        for role in ("weight_scale_2", "input_scale"):
+            assert len({float(made.tensor(f"{name}.{role}")) for name in names}) == 1
+
+
 # Any sizes
 
 SIZES = strategies.integers(1, 9).map(lambda groups: 32 * groups)

@@ -26,7 +26,7 @@ PIECE_BYTES = 2 << 20
 ROWS = 128
 """Rows of a piece are a multiple of it: of the rows that share a scale in every format."""
 
-SAME_INPUT = (*FUSED_GROUPS, ("q_proj", "kv_a_proj_with_mqa"))
+SAME_INPUT = (*FUSED_GROUPS, ("q_proj", "kv_a_proj_with_mqa"), ("query", "key", "value"))
 """Linears of one parent that are given the same tensor, and share an amax."""
 
 CONV1D_MODELS = frozenset(("gpt2", "imagegpt", "decision_transformer", "openai-gpt"))
