@@ -644,6 +644,13 @@ def test_a_layer_list_of_earlier_exports_is_not_written_again(sound, tmp_path):
     refused(model, tmp_path, "algo_conflict", "quant_cfg.json, of exports before 0.27")
 
 
+def test_codes_of_no_layer_leave_the_algorithm_open(sound, tmp_path):
+    model = sound(NVFP4)
+    reconfigure(model, quant_algo="FP8")
+    model.put("model.layers.0.codes", "F8_E4M3", np.zeros((4, 4), np.uint8))
+    refused(model, tmp_path, "algo_conflict", "model.layers.0.codes")
+
+
 def test_damaged_tensors_decide_nothing(sound, tmp_path):
     model = sound(NVFP4)
     reconfigure(model, quant_algo="FP8")

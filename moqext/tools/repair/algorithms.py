@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moqext.algorithms import ALGORITHMS
+from moqext.errors import CheckpointError
 from moqext.reader.problems import Problem
 from moqext.tools.convert.configurations import cache_scheme
 from moqext.tools.convert.modelopt import describe
@@ -43,18 +44,22 @@ def repair_algorithms(draft: Draft) -> None:
     found = [*draft.unsolved(*_ALGORITHM, _NO_DOCUMENT), *apart, *_of_other_formats(draft)]
     if not found:
         return
-    if (why := _undecided(draft)) is not None:
+    try:
+        why, made = _undecided(draft), describe(draft.checkpoint)
+    except CheckpointError as error:  # codes that belong to no layer, or no layer
+        why, made = f"{error.tensor}: {error.reason.removeprefix('cannot be converted: ')}", None
+    if why is not None or made is None:
         for problem in found:
-            draft.refuse(problem, why)
+            draft.refuse(problem, why or "")
         return
-    flat, own = describe(draft.checkpoint)
+    flat, own = made
     if draft.checkpoint.config is None:
         draft.documents.create(flat, own)
     for file, document, is_inner in draft.documents.quantization():
-        made = own["quantization"] if is_inner else flat
+        fields = own["quantization"] if is_inner else flat
         for name in _REPLACED:
             document.pop(name, None)
-        document |= {name: value for name, value in made.items() if name in _REPLACED}
+        document |= {name: value for name, value in fields.items() if name in _REPLACED}
         draft.documents.mark(file)
     algos = {name: record.quant_algo for name, record in records_of(draft.checkpoint)}
     for problem in [*found, *draft.unsolved("config_conflict", *_LISTS)]:
