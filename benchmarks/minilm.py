@@ -9,6 +9,9 @@ linear and exports a checkpoint; moqext runs it. Compared are mean-pooled, norma
 pairs of sentences that mean the same: with those of the model that was never quantized, and with those of
 ModelOpt's own quantized model, in which weights and activations are rounded to codes and back.
 
+A second table has the model quantized by `moqext quantize`, in every format and with searched scales: the
+distance of its embeddings from the unquantized ones, and whether its tensors are those of ModelOpt's export.
+
 On the CPU ModelOpt has no such rounding for NVFP4 activations and weights. There its quantizers are given a
 back end of ModelOpt's own packing and unpacking, which is what it exports with.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import re
+import statistics
 import tempfile
 import warnings
 from pathlib import Path
@@ -34,8 +38,12 @@ from modelopt.torch.quantization.nn import TensorQuantizer, register_quant_backe
 from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from torch import Tensor
 
+import moqext
 import moqext_torch
+import moqext_transformers
 from benchmarks import record
+from moqext.ops.quantize_weights import SEARCHED, WRITTEN, ScaleSearch
+from moqext.tools.compare import compare, open_side
 
 LICENSE = Path(__file__).parent.parent / "LICENSE"
 CALIBRATED = 48
@@ -69,6 +77,20 @@ CASES = (
 """A name of what is quantized, ModelOpt's configuration, and `compute` of moqext."""
 
 
+EXPORTED = {
+    "FP8": "FP8_DEFAULT_CFG",
+    "FP8_PER_CHANNEL_PER_TOKEN": "FP8_PER_CHANNEL_PER_TOKEN_CFG",
+    "FP8_PB_WO": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "NVFP4": "NVFP4_DEFAULT_CFG",
+    "W4A16_NVFP4": "W4A16_NVFP4_CFG",
+    "W4A8_NVFP4_FP8": "W4A8_NVFP4_FP8_CFG",
+    "MXFP4": "MXFP4_DEFAULT_CFG",
+    "W4A8_MXFP4_FP8": "W4A8_MXFP4_FP8_CFG",
+    "MXFP8": "MXFP8_DEFAULT_CFG",
+}
+"""Algorithms and ModelOpt's configurations of them."""
+
+
 def pack_and_unpack(values: Tensor, quantizer: TensorQuantizer) -> Tensor:
     """NVFP4 values of ModelOpt's export, with the largest magnitude that the quantizer was calibrated to."""
     size = quantizer.block_sizes[-1]
@@ -88,9 +110,13 @@ class Embedder:
         """The model that was never quantized."""
         return transformers.AutoModel.from_pretrained(self.directory, dtype=dtype).eval()
 
+    def batch(self, sentences: list[str]) -> Any:
+        """Arguments of the model."""
+        return self._tokenizer(sentences, padding=True, truncation=True, return_tensors="pt")
+
     def __call__(self, model: Any, sentences: list[str]) -> Tensor:
         """float64 [sentences, 384], of length 1."""
-        batch = self._tokenizer(sentences, padding=True, truncation=True, return_tensors="pt")
+        batch = self.batch(sentences)
         with torch.inference_mode():
             hidden = model(**batch).last_hidden_state.double()
         mask = batch["attention_mask"][..., None]
@@ -144,6 +170,56 @@ def run_case(
     return embed(model, sentences), expected, max(errors)
 
 
+def quantized_here(embed: Embedder, sentences: list[str]) -> list[dict[str, Any]]:
+    """Rows on the model that `moqext quantize` makes; activations of weight-only formats are in float32."""
+    plain = embed.load(torch.float32)
+    original = embed(plain, sentences)
+    amax = moqext_transformers.calibrate(
+        plain, [dict(embed.batch(calibration()))], checkpoint=embed.directory
+    )
+    rows = []
+    searches: list[ScaleSearch | None] = [None, *SEARCHED]
+    for algo in WRITTEN:
+        for search in searches:
+            if search is not None and algo not in SEARCHED[search]:
+                continue
+            with tempfile.TemporaryDirectory() as directory, moqext.Checkpoint(embed.directory) as source:
+                out = Path(directory, "out")
+                result = source.quantize(out, to=algo, scales=amax, scale_search=search)
+                model = moqext_torch.replace_linears(embed.load(torch.float32), out)
+                found = embed(model, sentences)
+                with open_side(out) as made:
+                    apart_weights = compare(made, source).layers
+                same = same_tensors(embed, out, algo, Path(directory, "theirs")) if search is None else None
+            rows.append(
+                {
+                    "algorithm": algo,
+                    "search": search,
+                    "bytes": result.bytes_written,
+                    "weight_error": statistics.median(row.relative_error for row in apart_weights),
+                    "error": apart(found, original),
+                    "partners": partners(found),
+                    "same_tensors": same,
+                }
+            )
+    return rows
+
+
+def same_tensors(embed: Embedder, ours: Path, algo: str, directory: Path) -> str:
+    """How many tensors of ModelOpt's export, of all, are the same bytes here."""
+    theirs, recipe = embed.load(torch.float32), copy.deepcopy(getattr(mtq, EXPORTED[algo]))
+    recipe["quant_cfg"].append({"quantizer_name": "*", "parent_class": "nn.LayerNorm", "enable": False})
+    mtq.quantize(theirs, recipe, lambda model: embed(model, calibration()))
+    export_hf_checkpoint(theirs, export_dir=directory)
+    with moqext.Checkpoint(ours) as made, moqext.Checkpoint(directory) as export:
+        same = sum(
+            name in made.tensors
+            and made.tensor(name, raw=True).tobytes() == export.tensor(name, raw=True).tobytes()
+            for name in export.tensors
+        )
+        return f"{same} of {len(export.tensors)}"
+
+
 def apart(got: Tensor, expected: Tensor) -> float:
     """Frobenius norm of the difference over that of what was expected."""
     expected = expected.double()
@@ -157,7 +233,7 @@ def partners(embeddings: Tensor) -> int:
 
 
 def main() -> None:
-    """Prints the table of docs/numerics.md."""
+    """Prints the tables of docs/numerics.md and docs/quantize.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, help="a file for the results")
     options = parser.parse_args()
@@ -199,8 +275,16 @@ def main() -> None:
         shown = [*(f"{100 * error:.2g} %" for error in errors[:3]), f"{errors[3]:.0e}"]
         cells = shown if any(errors) else [""] * 4
         print(f"| {dtype_name} | {what} | {' | '.join(cells)} | {found} of {len(sentences)} |")
+    quantized = quantized_here(embed, sentences)
+    print("\n| algorithm | scales | bytes | weights | embeddings | partners | tensors as ModelOpt's |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for row in quantized:
+        shown = [row["algorithm"], row["search"] or "max", f"{row['bytes'] / 1e6:.1f} MB"]
+        shown += [f"{100 * row[name]:.2g} %" for name in ("weight_error", "error")]
+        print(f"| {' | '.join([*shown, str(row['partners']), row['same_tensors'] or ''])} |")
     if options.json:
-        facts = {"transformers": transformers.__version__, "modelopt": modelopt.__version__}
+        facts: dict[str, Any] = {"transformers": transformers.__version__, "modelopt": modelopt.__version__}
+        facts["quantized"] = quantized
         record.write("minilm", [dict(zip(columns, row, strict=True)) for row in rows], options.json, **facts)
 
 

@@ -26,14 +26,16 @@ class Checkpoint(CheckpointReader):
     """A directory as ModelOpt or a producer of docs/files.md writes it: JSON and safetensors files.
 
     One file of several can be opened alone; the configuration is that beside it, and nothing is missed then.
+    The root of a Diffusers pipeline stands for the component in it that is quantized.
 
     The weights may be absent, or be there in part; see `problems`. Opening reads the configuration and the
     headers of the files; a tensor's bytes are read when it is asked for. Usable as a context manager, which
     closes it.
 
     Attributes:
-        name: what was opened, as given.
+        name: what was opened, as given, with the component and the file.
         directory: the directory; for a model of the Hub where its files are.
+        component: the directory of a pipeline that was opened, by its name there; None where none was chosen.
         file: the one file that was opened, of safetensors or an index of such; None for a directory.
         headers_only: whether only headers are there.
         producer: name and version of what wrote the files, as they tell; empty where nothing does.
@@ -238,6 +240,7 @@ class Checkpoint(CheckpointReader):
         exclude: Sequence[str] = (),
         scales: str | os.PathLike[str] | Mapping[str, float] | None = None,
         scale_search: ScaleSearch | None = None,
+        kv_cache: Literal["fp8", "nvfp4"] | None = None,
         overwrite: bool = False,
         max_shard_size: int = MAX_SHARD_SIZE,
         progress: Progress | None = None,
@@ -261,6 +264,8 @@ class Checkpoint(CheckpointReader):
                 of FP8, NVFP4 and W4A8_NVFP4_FP8; "none" writes these without one.
             scale_search: "mse": of scales near that of the largest magnitude the one of the least squared
                 error; "4over6": of two for each group of NVFP4. None: ModelOpt's max calibration.
+            kv_cache: how engines are to quantize the cache of keys and values. Its scales follow from
+                `scales`; without magnitudes of the cache there, none are written, and 1.0 applies.
             overwrite: whether a checkpoint that is in `out` may be replaced; other files there stay.
             max_shard_size: bytes of tensors in one file.
             progress: called as progress(bytes written, bytes in all, name of the tensor).
@@ -269,7 +274,7 @@ class Checkpoint(CheckpointReader):
             CheckpointError: weights that are quantized already, are not finite or do not fit the algorithm's
                 groups; scales of activations that are wanted and not there; and as for `convert`. Then `out`
                 has what was in it, and nothing else.
-            ValueError: an algorithm, rule or search that there is not.
+            ValueError: an algorithm, rule, search or cache that there is not.
             OSError: it cannot be written. What was done stays in a hidden folder of `out`.
         """
         return quantize_checkpoint(
@@ -280,6 +285,7 @@ class Checkpoint(CheckpointReader):
             exclude=exclude,
             scales=scales if scales is None or isinstance(scales, Mapping) else expand_home(scales),
             scale_search=scale_search,
+            kv_cache=kv_cache,
             overwrite=overwrite,
             max_shard_size=max_shard_size,
             progress=progress,

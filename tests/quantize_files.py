@@ -11,8 +11,6 @@ import moqext
 
 DATA = Path(__file__).parent / "data"
 
-CACHE_ROLES = ("k_scale", "v_scale", "k_bias", "v_bias")
-
 
 class Case(NamedTuple):
     """A genuine export, and the options that make the same of its original."""
@@ -27,6 +25,11 @@ class Case(NamedTuple):
     @property
     def directory(self) -> Path:
         return DATA / self.export
+
+    @property
+    def kv_cache(self) -> str | None:
+        algo = moqext.QuantConfig.from_pretrained(self.directory).kv_cache_quant_algo
+        return None if algo is None else algo.lower()
 
     @property
     def original(self) -> Path:
@@ -128,6 +131,17 @@ def input_amax(case: Case) -> dict[str, float]:
                     scale = np.float32(export.tensor(name))
                     found[module] = amax_for(scale, 448.0 if is_fp8(export, module) else 2688.0)
     return found
+
+
+def cache_amax(case: Case) -> dict[str, float]:
+    """Magnitudes of keys and values: the float32 that gives each scale of the export's cache."""
+    with moqext.Checkpoint(case.directory) as export:
+        return {
+            name.replace(f"{role}_proj.{role}_scale", f"{role}_cache"): amax_for(export.tensor(name), 448.0)
+            for name in export.tensors
+            for role in "kv"
+            if name.endswith(f".{role}_scale")
+        }
 
 
 def is_fp8(export: moqext.Checkpoint, module: str) -> bool:

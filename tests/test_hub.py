@@ -164,7 +164,7 @@ def test_inspect_fetches_headers_only(server, run, data, monkeypatch):
 
 
 @needs_library
-def test_the_part_of_a_pipeline_is_named_and_fetched_alone(server, run, data, tmp_path):
+def test_the_quantized_component_of_a_pipeline_is_fetched_alone(server, run, data, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(data / "checkpoints/llama_nvfp4_kvfp8", source / "transformer")
     shutil.copytree(data / "exports/nvfp4_sharded", source / "text_encoder")
@@ -172,16 +172,14 @@ def test_the_part_of_a_pipeline_is_named_and_fetched_alone(server, run, data, tm
     (source / "text_encoder" / "config.json").write_text("{}")
     (source / "text_encoder" / "hf_quant_config.json").unlink(missing_ok=True)
     server.models["org/model", "main"] = source
-    file = "transformer/model.safetensors"
-    assert (
-        f"a Diffusers pipeline: give the part that is quantized, --file {file}"
-        in run("inspect", "org/model").stderr
-    )
-    server.sent.clear()
-    result = run("inspect", "org/model", "--file", file, "--deep")
-    assert result.returncode == 0, result.stderr
-    assert "configured: NVFP4" in result.stdout
-    assert not [name for name in server.sent if name.startswith("text_encoder/") and "safetensors" in name]
+    for given in ([], ["--component", "transformer"], ["--file", "transformer/model.safetensors"]):
+        for deep in ([], ["--deep"]):
+            server.sent.clear()
+            result = run("inspect", "org/model", *given, *deep)
+            assert result.returncode == 0, result.stderr
+            assert "configured: NVFP4" in result.stdout
+            if given or deep:
+                assert not [name for name in server.sent if re.match("text_encoder/.*safetensors$", name)]
 
 
 @needs_library

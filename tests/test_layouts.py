@@ -166,6 +166,33 @@ def test_what_comfyui_writes_is_read_right(tmp_path, rng, told_by):
         assert set(plain.tensors) == {f"{NAME}.weight"}
 
 
+def test_flux_of_black_forest_labs_is_read_and_named(tmp_path, rng, capsys):
+    """One file, metadata, swizzled scales and exchanged nibbles; of some layers no scale of activations."""
+    shapes = {"double_blocks.0.img_mlp.0": (256, 128), "single_blocks.0.linear1": (384, 128)}
+    weights = {name: weight_of(rng, *shape) for name, shape in shapes.items()}
+    layers = {name: stored(each, order="swizzled", nibbles="high") for name, each in weights.items()}
+    entries = {"format_version": "1.0", "layers": {name: {"format": "nvfp4"} for name in layers}}
+    layers["double_blocks.0.img_attn.qkv"] = {"weight": ("BF16", np.zeros((384, 128), np.uint16))}
+    layers["double_blocks.0.img_mlp.0"]["input_scale"] = "F32", np.float32(0.01).reshape(())
+    write(tmp_path, layers, {"_quantization_metadata": json.dumps(entries)})
+    (tmp_path / "config.json").unlink()
+    assert main(["inspect", str(tmp_path / "model.safetensors")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].startswith("  Black Forest Labs · 1 file")
+    assert any("single_blocks.*.linear1" in line and "NVFP4 g16, swizzled" in line for line in shown)
+    with Checkpoint(tmp_path) as checkpoint:
+        for name, weight in weights.items():
+            assert error_of(checkpoint, weight, name) < PLAIN_ERROR
+
+
+def test_markers_in_tensors_are_comfyui_s(tmp_path, rng):
+    name = "double_blocks.0.img_mlp.0"
+    tensors = stored(weight_of(rng, 256, 128), order="swizzled", nibbles="high")
+    write(tmp_path, {name: tensors | {"comfy_quant": marker(format="nvfp4")}})
+    (tmp_path / "config.json").unlink()
+    assert Checkpoint(tmp_path).producer == "ComfyUI"
+
+
 def test_metadata_of_modelopt_says_nothing_of_the_order(tmp_path, rng):
     weight = weight_of(rng, 128, 256)
     layers = json.dumps({"format_version": "1.0", "layers": {NAME: {"format": "nvfp4"}}})

@@ -116,19 +116,70 @@ def pipeline(nvfp4: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_root_of_a_pipeline_says_which_part_is_quantized(pipeline: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="a Diffusers pipeline: give the part that is quantized"
-    ) as caught:
-        Checkpoint(pipeline)
-    assert caught.value.reason.endswith(f", {pipeline / 'transformer'}")
+def test_the_root_of_a_pipeline_opens_the_component_that_is_quantized(pipeline: Path) -> None:
+    with Checkpoint(pipeline) as ckpt, Checkpoint(pipeline, component="transformer") as same:
+        assert ckpt.component == same.component == "transformer"
+        assert ckpt.name == same.name == str(pipeline / "transformer")
+        assert ckpt.directory == pipeline / "transformer"
+        assert ckpt.load(LAYER).in_features == 128
+    with Checkpoint(pipeline, component="vae") as ckpt:
+        assert list(ckpt.tensors) == ["conv.weight"]
+
+
+def test_a_component_without_a_configuration_is_told_by_its_scales(pipeline: Path) -> None:
+    for name in ("config.json", "hf_quant_config.json"):
+        (pipeline / "transformer" / name).unlink()
+    assert Checkpoint(pipeline).component == "transformer"
+
+
+def test_of_two_quantized_components_one_has_to_be_named(pipeline: Path, nvfp4: Path, capsys) -> None:
+    """Wan has a transformer for each half of the steps."""
+    shutil.copytree(nvfp4, pipeline / "transformer_2")
+    assert main(["inspect", str(pipeline)]) == 2
+    assert capsys.readouterr().err.endswith(
+        "a Diffusers pipeline: give the component that is quantized, --component transformer or "
+        "transformer_2 (component=)\n"
+    )
+    assert main(["inspect", str(pipeline), "--component", "transformer_2"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == str(pipeline / "transformer_2")
+
+
+@pytest.mark.parametrize("name", ["unet", "..", ".", "", "transformer/vae", "/"])
+def test_a_component_that_is_not_there(pipeline: Path, name: str) -> None:
+    says = "no such directory; there are transformer and vae" if name == "unet" else "expected the name of"
+    with pytest.raises(CheckpointError, match=f"component: {says}"):
+        Checkpoint(pipeline, component=name)
+
+
+def test_commands_take_the_root_of_a_pipeline(pipeline: Path, tmp_path_factory, capsys) -> None:
+    plain = tmp_path_factory.mktemp("plain")
+    config = pipeline / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"_diffusers_version": "0.35.0"}))
+    assert main(["verify", str(pipeline)]) == 0
+    assert main(["convert", str(pipeline), str(plain / "transformer")]) == 0
+    assert "it takes the place of transformer in the pipeline" in capsys.readouterr().out
+    assert (plain / "transformer" / "diffusion_pytorch_model.safetensors").exists()
+    (plain / "model_index.json").write_text("{}")
+    shutil.copytree(pipeline / "vae", plain / "vae")
+    assert main(["compare", str(pipeline), str(plain), "--max-error", "0.01"]) == 0
+    out = tmp_path_factory.mktemp("quantized")
+    assert main(["quantize", str(plain), str(out), "--to", "MXFP8", "--component", "transformer"]) == 0
+    assert main(["verify", str(out)]) == 0
+
+
+def test_of_the_variants_of_a_component_the_usual_name_is_read(pipeline: Path) -> None:
+    directory = pipeline / "transformer"
+    shutil.copy(directory / "model.safetensors", directory / "diffusion_pytorch_model.fp16.safetensors")
+    os.rename(directory / "model.safetensors", directory / "diffusion_pytorch_model.safetensors")
+    with Checkpoint(pipeline) as ckpt:
+        assert [path.name for path in ckpt.files.files] == ["diffusion_pytorch_model.safetensors"]
 
 
 def test_directories_below_are_named_where_none_is_quantized(pipeline: Path, capsys) -> None:
     shutil.rmtree(pipeline / "transformer")
     (pipeline / "model_index.json").unlink()
     assert main(["inspect", str(pipeline)]) == 2
-    assert capsys.readouterr().err.endswith(f"with safetensors files, {pipeline / 'vae'}\n")
+    assert capsys.readouterr().err.endswith("with safetensors files, --component vae (component=)\n")
 
 
 @pytest.mark.parametrize(

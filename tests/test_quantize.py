@@ -12,7 +12,7 @@ from moqext.tools.compare import compare, open_side
 from moqext.tools.quantize import weights
 from moqext.tools.quantize.scales import read_scales
 
-from .quantize_files import CACHE_ROLES, CASES, ZEROS, input_amax, unquantized
+from .quantize_files import CASES, ZEROS, cache_amax, input_amax, unquantized
 
 safetensors = pytest.importorskip("safetensors.numpy")
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -35,7 +35,8 @@ def quantize(case, tmp_path, **options):
             "to": case.to,
             "rules": case.rules,
             "exclude": case.exclude,
-            "scales": input_amax(case) if case.given else "none",
+            "scales": input_amax(case) | cache_amax(case) if case.given else "none",
+            "kv_cache": case.kv_cache,
         } | options
         return checkpoint.quantize(tmp_path / "out", **options)
 
@@ -45,7 +46,7 @@ def test_genuine_exports_bit_for_bit(case, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "PIECE_BYTES", 8 << 10)  # several pieces even of these small weights
     result = quantize(case, tmp_path)
     genuine, made = moqext.Checkpoint(case.directory), moqext.Checkpoint(tmp_path / "out")
-    expected = {name for name in genuine.tensors if not name.endswith(CACHE_ROLES)}
+    expected = set(genuine.tensors)
     assert set(made.tensors) == expected
     assert result.tensors == len(expected)
     for name in expected:
@@ -60,14 +61,11 @@ def test_genuine_exports_bit_for_bit(case, tmp_path, monkeypatch):
 
 
 def same_configurations(genuine, made):
-    """Checks that both documents say what those of the export do, but for the version and the cache."""
+    """Checks that both documents say what those of the export do, but for the version."""
     for name in ("hf_quant_config.json", "config.json"):
         theirs, ours = (json.loads((folder / name).read_text()) for folder in (genuine, made))
         theirs = without_sentinel(theirs)
         inner = theirs.get("quantization") or theirs["quantization_config"]
-        inner.pop("kv_cache_scheme", None)
-        if "kv_cache_quant_algo" in inner:
-            inner["kv_cache_quant_algo"] = None
         own = ours.get("quantization") or ours["quantization_config"]
         for document in (theirs, ours, inner, own):
             document.pop("producer", None)
@@ -310,6 +308,24 @@ def test_scales_of_a_mapping_and_of_inputs_that_are_zero(rng, tmp_path):
     assert got == [shared, shared, nothing, 1.0, 1.0, 1.0]
 
 
+def test_a_cache_without_magnitudes_is_announced_without_scales(rng, tmp_path):
+    """ModelOpt's presets with a constant magnitude write such files."""
+    attention = "model.layers.0.self_attn"
+    values = {f"{attention}.{part}_proj.weight": matrix(rng, 32, 32) for part in "qkvo"}
+    amax = {f"{attention}.k_cache": 0.0, f"{attention}.v_cache": 2.0, "model.visual.blocks.0.attn.k_cache": 1}
+    with write(tmp_path / "in", values) as source:
+        without = source.quantize(tmp_path / "without", to="MXFP8", kv_cache="nvfp4")
+        source.quantize(tmp_path / "with", to="MXFP8", kv_cache="fp8", scales=amax)
+        with pytest.raises(ValueError, match="kv_cache: expected one of fp8, nvfp4, or None, got 'int8'"):
+            source.quantize(tmp_path / "other", to="MXFP8", kv_cache="int8")
+    assert without.notes == ("scales say nothing of the cache: no scales of it are written, and 1.0 applies",)
+    with moqext.Checkpoint(tmp_path / "without") as made:
+        assert (made.config.kv_cache_quant_algo, made.kv_scales()) == ("NVFP4", ())
+    with moqext.Checkpoint(tmp_path / "with") as made:
+        (record,) = made.kv_scales()
+        assert record.values == {"k_scale": 1.0, "v_scale": float(np.float32(2) / np.float32(448))}
+
+
 def test_scales_that_lack_a_linear_are_refused(rng, tmp_path):
     names = ("layers.0.mlp.up_proj", "layers.0.mlp.experts.3.up_proj", "layers.0.mlp.experts.4.down_proj")
     with write(tmp_path / "in", {f"{name}.weight": matrix(rng, 32, 32) for name in names}) as source:
@@ -336,6 +352,17 @@ def test_files_that_are_no_scales(text, told, tmp_path):
     (tmp_path / "scales.json").write_text(text)
     with pytest.raises(moqext.CheckpointError, match=told):
         read_scales(tmp_path / "scales.json")
+
+
+def test_query_key_and_value_of_bert_share_their_second_level(rng, tmp_path):
+    parent = "encoder.layer.0.attention.self"
+    names = [f"{parent}.{part}" for part in ("query", "key", "value")]
+    tensors = {f"{name}.weight": matrix(rng, 32, 32) * (1 + place) for place, name in enumerate(names)}
+    with write(tmp_path / "in", tensors, model_type="bert") as source:
+        source.quantize(tmp_path / "out", to="NVFP4", scales=dict(zip(names, (1.0, 2.0, 3.0), strict=True)))
+    with moqext.Checkpoint(tmp_path / "out") as made:
+        for role in ("weight_scale_2", "input_scale"):
+            assert len({float(made.tensor(f"{name}.{role}")) for name in names}) == 1
 
 
 # Any sizes

@@ -539,27 +539,123 @@ def test_lists_of_mixed_precision(data, tmp_path):
     assert not left & {"unlisted_but_quantized", "excluded_but_quantized", "stored_unquantized"}
 
 
-@pytest.mark.parametrize(
-    ("entries", "left"),
-    [(["*.up*", "*.gate*"], "*.up*"), (["*.mlp.*"], UP)],
-    ids=["an entry of its own", "an entry for others too"],
-)
-def test_a_layer_of_another_format_stays_excluded(sound, data, tmp_path, entries, left):
-    """One algorithm holds for all layers: the list cannot say what this one is."""
+def configured(directory):
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    return config, json.loads((directory / "hf_quant_config.json").read_text())["quantization"]
+
+
+@pytest.mark.parametrize("entries", [["*.up*", "*.gate*"], ["*.mlp.*"]], ids=["of its own", "of others too"])
+def test_a_layer_of_another_format_makes_mixed_precision(sound, data, tmp_path, entries):
+    """One algorithm held for all layers, and the list could not say what this one is."""
     model = sound(NVFP4)
     other = Damaged(data / FP8)
     for name in [name for name in model.tensors if name.startswith(f"{UP}.")]:
         del model.tensors[name]
     model.tensors |= {name: each for name, each in other.tensors.items() if name.startswith(f"{UP}.")}
     model.exclude(*entries)
-    source = model.save(tmp_path / "in")
-    with moqext.Checkpoint(source) as checkpoint:
+    with moqext.Checkpoint(model.save(tmp_path / "in")) as checkpoint:
         plan = checkpoint.plan_repair()
         plan.write(tmp_path / "out")
-    (why,) = [why for problem, why in plan.left if problem.layer == UP]
-    assert why == "the configuration has NVFP4 for all layers, and this one is FP8"
     assert f"{MLP}.gate_proj" in [change.subject for change in plan.changes]
-    assert lists(tmp_path / "out")[0] == ["lm_head", "model.embed_tokens", left]
+    for document in configured(tmp_path / "out"):
+        assert document["quant_algo"] == "MIXED_PRECISION"
+        assert document["quantized_layers"][UP] == {"quant_algo": "FP8"}
+        assert document["quantized_layers"][DOWN] == {"quant_algo": "NVFP4", "group_size": 16}
+    assert lists(tmp_path / "out")[0] == ["lm_head", "model.embed_tokens"]
+    assert not {"excluded_but_quantized", "algo_conflict"} & codes(tmp_path / "out")
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
+# Algorithms of the configuration
+
+
+def reconfigure(model, file=None, **fields):
+    """Sets fields in both documents, or in one; the inner one has the names of hf_quant_config.json."""
+    documents = {
+        "config.json": model.configs["config.json"]["quantization_config"],
+        "hf_quant_config.json": model.configs["hf_quant_config.json"]["quantization"],
+    }
+    for name in documents if file is None else [file]:
+        documents[name].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("source", "file", "fields", "ended"),
+    [
+        (NVFP4, None, {"quant_algo": "FP8"}, {"algo_conflict"}),
+        (FP8, None, {"quant_algo": "NVFP4", "group_size": 16}, {"algo_conflict"}),
+        (NVFP4, "hf_quant_config.json", {"quant_algo": "FP8"}, {"config_conflict"}),
+        (NVFP4, "hf_quant_config.json", {"group_size": 32}, {"config_conflict"}),
+        (NVFP4, "hf_quant_config.json", {"kv_cache_quant_algo": None}, {"config_conflict"}),
+        (NVFP4, "config.json", {"kv_cache_scheme": None}, {"config_conflict"}),
+    ],
+)
+def test_tensors_decide_what_the_configuration_says(sound, data, tmp_path, source, file, fields, ended):
+    model = sound(source)
+    before = configured(data / source)
+    reconfigure(model, file, runtime={"kept": True}, **fields)
+    if "quant_algo" in fields:
+        model.configs["config.json"]["quantization_config"].pop("config_groups", None)
+    _, out = repair(model, tmp_path, ended=ended)
+    assert raw(out) == raw(data / source)
+    kept = {"runtime": {"kept": True}}
+    for name, document, was in zip(model.configs, configured(out), before, strict=True):
+        assert document == was | (kept if file in (None, name) else {})
+
+
+def test_groups_of_another_size_are_configured_so(data, tmp_path):
+    source = data / "exports/w4a16_nvfp4_group_32"
+    model = Damaged(source)
+    reconfigure(model, "hf_quant_config.json", group_size=16)
+    weights = model.configs["config.json"]["quantization_config"]["config_groups"]["group_0"]["weights"]
+    weights["group_size"] = 16
+    _, out = repair(model, tmp_path, ended={"group_size_conflict"})
+    assert configured(out) == configured(source)
+
+
+@pytest.mark.parametrize("name", [NVFP4, FP8, "checkpoints/qwen3moe_nvfp4", "exports/mixed_fp8_nvfp4"])
+def test_a_lost_configuration_is_written_from_the_tensors(data, tmp_path, name):
+    model = Damaged(data / name)
+    before = configured(data / name)
+    del model.configs["config.json"]["quantization_config"], model.configs["hf_quant_config.json"]
+    plan, out = repair(model, tmp_path, ended={"no_quant_config"})
+    assert "written from the tensors: " in plan.changes[0].message
+    with moqext.Checkpoint(data / name) as was, moqext.Checkpoint(out) as now:
+        assert [(each.name, each.quant_algo) for each in was.layers()] == [
+            (each.name, each.quant_algo) for each in now.layers()
+        ]
+    for document, old in zip(configured(out), before, strict=True):
+        assert document["quant_algo"] == old["quant_algo"]
+
+
+def test_what_comfyui_needs_no_configuration_for_gets_none(sound, tmp_path):
+    model = sound(NVFP4)
+    model.swizzle(UP)
+    model.exchange(UP)
+    model.put(f"{UP}.comfy_quant", "U8", np.frombuffer(b'{"format": "nvfp4"}', np.uint8))
+    del model.configs["config.json"]["quantization_config"], model.configs["hf_quant_config.json"]
+    refused(model, tmp_path, "no_quant_config", "ComfyUI says it beside the tensors")
+
+
+def test_a_layer_list_of_earlier_exports_is_not_written_again(sound, tmp_path):
+    model = sound(NVFP4)
+    reconfigure(model, quant_algo="FP8")
+    model.configs["quant_cfg.json"] = {"quantized_layers": {}}
+    refused(model, tmp_path, "algo_conflict", "quant_cfg.json, of exports before 0.27")
+
+
+def test_codes_of_no_layer_leave_the_algorithm_open(sound, tmp_path):
+    model = sound(NVFP4)
+    reconfigure(model, quant_algo="FP8")
+    model.put("model.layers.0.codes", "F8_E4M3", np.zeros((4, 4), np.uint8))
+    refused(model, tmp_path, "algo_conflict", "model.layers.0.codes")
+
+
+def test_damaged_tensors_decide_nothing(sound, tmp_path):
+    model = sound(NVFP4)
+    reconfigure(model, quant_algo="FP8")
+    del model.tensors[f"{UP}.weight_scale"]
+    refused(model, tmp_path, "algo_conflict", f"missing_scale of {UP}")
 
 
 # Files

@@ -12,14 +12,19 @@ from moqext.reader.records import Findings
 
 def add_checkpoint(parser: argparse.ArgumentParser, *, whole: bool = False) -> None:
     """Declares the arguments that name a checkpoint, or one that is `whole`; `open_checkpoint` takes them."""
-    if whole:
-        parser.add_argument("directory", help="a ModelOpt checkpoint, or org/name[@revision] on the Hub")
-        parser.set_defaults(file=None)
-        return
+    one_file = "" if whole else ", one .safetensors file"
     parser.add_argument(
         "directory",
-        help="a ModelOpt checkpoint, one .safetensors file, or org/name[@revision] on the Hugging Face Hub",
+        help=f"a ModelOpt checkpoint{one_file}, or org/name[@revision] on the Hugging Face Hub",
     )
+    parser.add_argument(
+        "--component",
+        metavar="NAME",
+        help="the directory in it, of a Diffusers pipeline; by default the one that is quantized",
+    )
+    if whole:
+        parser.set_defaults(file=None)
+        return
     parser.add_argument("--file", metavar="NAME", help="the file to read, of several in the directory")
 
 
@@ -32,7 +37,9 @@ def open_checkpoint(args: argparse.Namespace, *, headers_only: bool = False, **o
         CheckpointError: it has no file of a checkpoint, or one that cannot be read.
         ConfigError: its quantization configuration cannot be understood.
     """
-    checkpoint = Checkpoint(args.directory, file=args.file, headers_only=headers_only, **options)
+    checkpoint = Checkpoint(
+        args.directory, file=args.file, component=args.component, headers_only=headers_only, **options
+    )
     if not checkpoint.has_content:
         raise CheckpointError(NO_CHECKPOINT, file=checkpoint.name)
     return checkpoint

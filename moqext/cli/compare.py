@@ -35,6 +35,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("first", help="a checkpoint: the quantized one")
     parser.add_argument("second", help="a checkpoint or a .safetensors file: the original")
+    parser.add_argument("--component", metavar="NAME", help="the directory in both, of Diffusers pipelines")
     parser.add_argument(
         "--max-error", type=_error, metavar="E", help="exit with 1 on a larger relative error"
     )
@@ -51,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         refuse_unwritable(args.plot)
     progress = Progress(quiet=args.quiet or args.json, what="weights")
-    with open_side(args.first, **layout_options(args)) as first, open_side(args.second) as second:
+    options = {"component": args.component, **layout_options(args)}
+    with open_side(args.first, **options) as first, open_side(args.second, like=first) as second:
         try:
             result = compare(first, second, progress)
         finally:

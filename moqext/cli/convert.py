@@ -1,35 +1,19 @@
 """`python -m moqext convert`: a checkpoint without quantization, in FP8, or in ModelOpt's names."""
 
 import argparse
-import json
-import re
 import statistics
-import sys
-from dataclasses import asdict
+from functools import partial
 from typing import get_args
 
-from moqext.cli import add_checkpoint, open_checkpoint, text
+from moqext.checkpoint import Checkpoint
+from moqext.cli import add_checkpoint, text
 from moqext.cli.layout import add_layout_options, layout_options
-from moqext.cli.progress import Progress
-from moqext.tools.convert import MAX_SHARD_SIZE, TARGETS, Conversion
+from moqext.cli.writing import add_output_options, write_checkpoint
+from moqext.tools.convert import TARGETS, Conversion
 from moqext.tools.convert.plan import Experts
-
-SCHEMA = 1
-"""Version of the JSON output; raised when a key changes its meaning."""
 
 WORST = 3
 """Weights that are named with their errors."""
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -58,37 +42,17 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="experts as the source has them, stacked in one tensor, in tensors of their own, by default as "
         "Transformers loads the model",
     )
-    parser.add_argument(
-        "--max-shard-size", type=parse_size, default=MAX_SHARD_SIZE, metavar="SIZE", help="of a file (5GB)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint that is in OUT")
-    parser.add_argument("--quiet", action="store_true", help="no progress and no report")
+    add_output_options(parser)
     add_layout_options(parser)
-    parser.add_argument("--json", action="store_true", help="machine-readable report")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
-    progress = Progress(quiet=args.quiet)
-    with open_checkpoint(args, **layout_options(args)) as checkpoint:
-        try:
-            result = checkpoint.convert(
-                args.out,
-                to=args.to,
-                experts=args.experts,
-                overwrite=args.overwrite,
-                max_shard_size=args.max_shard_size,
-                progress=progress,
-            )
-        finally:
-            progress.end()
-    if args.json:
-        json.dump({"schema": SCHEMA, "source": args.directory, "to": args.to, **asdict(result)}, sys.stdout)
-        print()
-    elif not args.quiet:
-        text.show(line for sentence in report(result, args.to) for line in text.wrap(sentence, text.width()))
-    return 0
+    write = partial(Checkpoint.convert, to=args.to, experts=args.experts)
+    return write_checkpoint(
+        args, write, partial(report, to=args.to), layout_options(args), facts={"to": args.to}
+    )
 
 
 def report(result: Conversion, to: str) -> list[str]:
@@ -122,12 +86,3 @@ def _errors(result: Conversion) -> list[str]:
         f"{statistics.median(relative):.2e} in the median; largest difference "
         f"{max(error.max_error for error in result.errors):.2e} of the largest weight; worst: {worst}"
     ]
-
-
-def parse_size(value: str) -> int:
-    """Bytes that a text says, as 5GB; an error for argparse where it says none."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMG]?I?B?)", value.strip().upper())
-    factor = _UNITS.get(match[2]) if match else None
-    if match is None or factor is None or not (size := int(float(match[1]) * factor)):
-        raise argparse.ArgumentTypeError(f"expected a size as in 5GB or 500MiB, got {value!r}")
-    return size

@@ -1,19 +1,16 @@
 """`python -m moqext quantize`: a ModelOpt checkpoint made of an unquantized one."""
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
+from functools import partial
 from typing import get_args
 
-from moqext.cli import add_checkpoint, open_checkpoint, text
-from moqext.cli.convert import parse_size
-from moqext.cli.progress import Progress
+from moqext.checkpoint import Checkpoint
+from moqext.cli import add_checkpoint, text
+from moqext.cli.writing import add_output_options, write_checkpoint
 from moqext.ops.quantize_weights import WRITTEN, ScaleSearch
-from moqext.tools.quantize import MAX_SHARD_SIZE, Quantization, check_options
-
-SCHEMA = 1
-"""Version of the JSON output; raised when a key changes its meaning."""
+from moqext.tools.quantize import Quantization, check_options
+from moqext.tools.quantize.scales import CACHES
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -49,11 +46,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="scales of the least squared error instead of those of the largest magnitude",
     )
     parser.add_argument(
-        "--max-shard-size", type=parse_size, default=MAX_SHARD_SIZE, metavar="SIZE", help="of a file (5GB)"
+        "--kv-cache",
+        choices=CACHES,
+        help="quantize the cache of keys and values, by the scales of --scales or without any",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint that is in OUT")
-    parser.add_argument("--quiet", action="store_true", help="no progress and no report")
-    parser.add_argument("--json", action="store_true", help="machine-readable report")
+    add_output_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -64,28 +61,16 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
-    progress = Progress(quiet=args.quiet)
-    with open_checkpoint(args) as checkpoint:
-        try:
-            result = checkpoint.quantize(
-                args.out,
-                to=args.to,
-                rules=args.rule,
-                exclude=args.exclude,
-                scales=args.scales,
-                scale_search=args.scale_search,
-                overwrite=args.overwrite,
-                max_shard_size=args.max_shard_size,
-                progress=progress,
-            )
-        finally:
-            progress.end()
-    if args.json:
-        json.dump({"schema": SCHEMA, "source": args.directory, **asdict(result)}, sys.stdout)
-        print()
-    elif not args.quiet:
-        text.show(line for sentence in report(result) for line in text.wrap(sentence, text.width()))
-    return 0
+    write = partial(
+        Checkpoint.quantize,
+        to=args.to,
+        rules=args.rule,
+        exclude=args.exclude,
+        scales=args.scales,
+        scale_search=args.scale_search,
+        kv_cache=args.kv_cache,
+    )
+    return write_checkpoint(args, write, report, options={}, facts={})
 
 
 def report(result: Quantization) -> list[str]:

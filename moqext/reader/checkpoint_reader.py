@@ -17,9 +17,15 @@ from moqext.reader.config.quant_config import QuantConfig
 from moqext.reader.files.config_files import documents as config_documents
 from moqext.reader.files.config_files import given_twice, in_directory
 from moqext.reader.files.hub import fetch, fetch_headers, hub_name, is_installed
-from moqext.reader.files.places import NO_CHECKPOINT, instead_of, locate
+from moqext.reader.files.places import (
+    NO_CHECKPOINT,
+    find_component,
+    instead_of,
+    locate,
+    stated_component,
+)
 from moqext.reader.files.tensor_files import TensorFiles, TensorInfo
-from moqext.reader.files.untrusted import open_file, parse_object, type_name
+from moqext.reader.files.untrusted import expand_home, open_file, parse_object, type_name
 from moqext.reader.findings.completeness import find_missing_layers
 from moqext.reader.findings.find_layers import find_layers
 from moqext.reader.formats.layout_marks import mark_layouts
@@ -42,6 +48,7 @@ class CheckpointReader:
     """
 
     file: Path | None = None
+    component: str | None = None
     scale_layout: ScaleLayout | None = None
     nibbles: Nibbles | None = None
 
@@ -50,6 +57,7 @@ class CheckpointReader:
         directory: str | os.PathLike[str],
         *,
         file: str | os.PathLike[str] | None = None,
+        component: str | None = None,
         headers_only: bool = False,
         scale_layout: ScaleLayout | None = None,
         nibbles: Nibbles | None = None,
@@ -60,6 +68,8 @@ class CheckpointReader:
             directory: a directory, or one safetensors file or index of several; or, where huggingface_hub is
                 installed, `org/name` or `org/name@revision`. A leading `~` is the home directory.
             file: the one to read of several in the directory, by its name in it.
+            component: the directory in it to open, as "transformer" of a Diffusers pipeline; by default the
+                one that is quantized, where `model_index.json` says that the directory is a pipeline.
             headers_only: fetches of a model of the Hub only what `layers()` and `problems` need, the JSON
                 files and the headers of the others. Values of scales are not judged then, and no tensor can
                 be read.
@@ -70,24 +80,32 @@ class CheckpointReader:
 
         Raises:
             ValueError: `scale_layout` or `nibbles` is none of these.
-            CheckpointError: there is no such directory or file, it has a checkpoint below it or weights in
-                another form, it cannot be read, or a safetensors file in it is malformed.
+            CheckpointError: there is no such directory or file, it has several checkpoints below it or
+                weights in another form, it cannot be read, or a safetensors file in it is malformed.
             ConfigError: a quantization configuration cannot be understood.
         """
         check_options(scale_layout, nibbles)
         self.scale_layout, self.nibbles = scale_layout, nibbles
-        self.name = os.fspath(directory if file is None else os.path.join(directory, file))
+        given = os.fspath(directory)
         self._stand_in: TemporaryDirectory[str] | None = None
         if (model := hub_name(directory)) is not None and is_installed():
             only = None if file is None else os.fspath(file)
             if headers_only:
-                self._stand_in = fetch_headers(model, only=only)
-            directory = self._stand_in.name if self._stand_in else fetch(model, only=only)
-        self.directory, self.file = locate(directory, file)
+                self._stand_in = fetch_headers(model, only=only, component=component)
+            elif file is None and component is None:
+                component = stated_component(fetch(model, configuration_only=True))
+            directory = (
+                self._stand_in.name if self._stand_in else fetch(model, only=only, component=component)
+            )
+        if component is None and file is None:
+            component = find_component(Path(expand_home(directory)))
+        self.component = component
+        self.name = os.path.join(given, *(os.fspath(each) for each in (component, file) if each is not None))
+        self.directory, self.file = locate(directory, file, component)
         self.headers_only = self._stand_in is not None
         self.files = TensorFiles(self.directory, single=self.file, headers_only=self.headers_only)
         self.config = self._read_config()
-        if not self.has_content and (hint := instead_of(self.directory, fetched=self.headers_only)):
+        if not self.has_content and (hint := instead_of(self.directory)):
             raise CheckpointError(f"{NO_CHECKPOINT}; {hint}", file=self.name)
         self._findings: dict[tuple[bool, bool], Findings] = {}
 
@@ -112,7 +130,7 @@ class CheckpointReader:
         """Name and version of what wrote the files, as these tell; empty where nothing does."""
         if self.config is not None:
             return " ".join(part for part in self.config.producer if part)
-        return "ComfyUI" if self._layouts.has_markers else ""
+        return self._layouts.producer
 
     @property
     def has_content(self) -> bool:

@@ -61,7 +61,7 @@ CODES: dict[str, Code] = {
     "unindexed_tensor": Code("note", "A tensor is in a file, but not in the index.", "yes"),
     "unreadable_dtype": Code("note", "A tensor of a data type that cannot be handed out."),
     "no_quant_config": Code(
-        "warning", "Quantized tensors, and no configuration that says how they are meant."
+        "warning", "Quantized tensors, and no configuration that says how they are meant.", "if"
     ),
     "config_conflict": Code("warning", "The two configuration files of the checkpoint disagree.", "if"),
     "config_note": Code("note", "How a field of the configuration was understood."),
@@ -71,10 +71,10 @@ CODES: dict[str, Code] = {
     ),
     # Configuration against tensors. The stored tensors decide.
     "algo_conflict": Code(
-        "warning", "The tensors are not those of the configured algorithm, but of another one."
+        "warning", "The tensors are not those of the configured algorithm, but of another one.", "if"
     ),
     "group_size_conflict": Code(
-        "warning", "The stored scales have another group size than the configuration says."
+        "warning", "The stored scales have another group size than the configuration says.", "if"
     ),
     "ambiguous_rule": Code("warning", "The parts that a fused name stands for are configured differently."),
     "excluded_but_quantized": Code(

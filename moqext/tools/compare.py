@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moqext.reader.checkpoint_reader import CheckpointReader
+from moqext.reader.files.places import PIPELINE
 from moqext.reader.files.tensor_files import TensorFiles
+from moqext.reader.files.untrusted import expand_home
 from moqext.reader.formats.layouts import Nibbles, ScaleLayout, check_options
 from moqext.reader.matrices import FLOAT_DTYPES, PIECE_BYTES, Float32, Matrix, quantized_matrices, to_float32
 from moqext.reader.naming import (
@@ -63,19 +65,25 @@ class SingleFile(CheckpointReader):
         return {}
 
 
-def open_side(path: str | os.PathLike[str], **options: Any) -> CheckpointReader:
+def open_side(
+    path: str | os.PathLike[str], *, like: CheckpointReader | None = None, **options: Any
+) -> CheckpointReader:
     """The checkpoint in a directory, or the tensors of a safetensors file.
 
     Args:
         path: of either.
-        **options: `scale_layout` and `nibbles` of `Checkpoint`.
+        like: the other side; of a Diffusers pipeline its component is opened.
+        **options: `component`, `scale_layout` and `nibbles` of `Checkpoint`.
 
     Raises:
         CheckpointError: it is neither, or cannot be read.
     """
     file = Path(path)
     if file.suffix == ".safetensors" and file.is_file():
+        options.pop("component", None)
         return SingleFile(file, **options)
+    if like is not None and (Path(expand_home(path)) / PIPELINE).is_file():
+        options.setdefault("component", like.component)
     return CheckpointReader(path, **options)
 
 

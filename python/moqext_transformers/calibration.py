@@ -1,7 +1,8 @@
 """Scales of activations for `Checkpoint.quantize`: the largest magnitudes that linears are given.
 
 The model is not quantized. Linears tell their inputs by hooks; experts that Transformers keeps in one
-parameter multiply views of it by functions of torch, which are watched.
+parameter multiply views of it by functions of torch, which are watched. Keys and values of the cache are what
+an attention hands to the function that multiplies them.
 """
 
 import os
@@ -11,10 +12,11 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from transformers.modeling_utils import AttentionInterface
 
 from moqext import Checkpoint
 from moqext.reader.naming import PROJECTIONS, parse_expert_name
-from moqext.tools.quantize.scales import write_scales
+from moqext.tools.quantize.scales import CACHE_ROLES, write_scales
 from moqext_transformers.naming import Names
 
 _PRODUCTS = frozenset(("linear", "matmul", "__matmul__", "bmm", "mm", "baddbmm", "addmm", "einsum"))
@@ -31,7 +33,8 @@ def calibrate(
     """The largest magnitude of the input of every linear, over some batches: ModelOpt's max calibration.
 
     Experts of one layer share what gate and up are given, and what down is given, under the names
-    `<container>.gate_up_proj` and `<container>.down_proj`. Linears that no batch reaches are left out.
+    `<container>.gate_up_proj` and `<container>.down_proj`. Linears that no batch reaches are left out. Keys
+    and values of an attention are `<attention>.k_cache` and `<attention>.v_cache`, for a quantized cache.
 
     Args:
         model: a model of Transformers, not quantized; it is put into evaluation for the while.
@@ -108,7 +111,7 @@ class _Record:
                 if parameter.dim() == 3 and key in PROJECTIONS:
                     stacks.append((_shared_name(self._names(name), PROJECTIONS[key]), parameter))
         try:
-            with _one_by_one(model), _Products(stacks, self.add):
+            with _one_by_one(model), _cache_of(model, self._add_cache), _Products(stacks, self.add):
                 yield
         finally:
             for handle in handles:
@@ -120,6 +123,11 @@ class _Record:
                 self.add(module, args[0])
 
         return hook
+
+    def _add_cache(self, attention: str, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes in what an attention multiplies."""
+        for role, given in zip(CACHE_ROLES, (keys, values), strict=True):
+            self.add(f"{self._names(attention)}.{role}", given)
 
     def amax(self) -> dict[str, float]:
         """Module -> magnitude, experts by their container.
@@ -167,6 +175,33 @@ def _one_by_one(model: Any) -> Iterator[None]:
     finally:
         for config, implementation in chosen:
             config._experts_implementation = implementation
+
+
+@contextmanager
+def _cache_of(model: Any, tell: Callable[[str, torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+    """Calls `tell` with the name, keys and values of each attention that has a cache, as they are used."""
+    attentions = {
+        module: name
+        for name, module in model.named_modules()
+        if getattr(module, "layer_idx", None) is not None
+    }
+    choose = AttentionInterface.get_interface
+
+    def get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
+        multiply = choose(self, *args, **kwargs)
+
+        def watched(module: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:
+            if (name := attentions.get(module)) is not None:
+                tell(name, key, value)
+            return multiply(module, query, key, value, *rest, **more)
+
+        return watched
+
+    AttentionInterface.get_interface = get_interface
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = choose
 
 
 class _Products(TorchFunctionMode):

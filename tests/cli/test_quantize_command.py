@@ -9,7 +9,7 @@ import moqext
 from moqext.__main__ import main
 from moqext.tools.quantize.scales import write_scales
 
-from ..quantize_files import CASES, input_amax, unquantized
+from ..quantize_files import CASES, cache_amax, input_amax, unquantized
 from ..work import each
 
 CASE = next(case for case in CASES if case.export == "exports/mixed_fp8_nvfp4")
@@ -38,14 +38,16 @@ def test_it_says_what_it_wrote(source, tmp_path, capsys):
 
 def test_json_rules_and_a_file_of_scales(tmp_path, capsys):
     source = str(unquantized(CASE, tmp_path / "in"))
-    write_scales(tmp_path / "scales.json", input_amax(CASE))
+    write_scales(tmp_path / "scales.json", input_amax(CASE) | cache_amax(CASE))
     rules = [argument for rule in CASE.rules for argument in ("--rule", rule)]
     arguments = ["quantize", source, str(tmp_path / "out"), *rules, "--scales", str(tmp_path / "scales.json")]
-    assert main([*arguments, "--json"]) == 0
+    assert main([*arguments, "--kv-cache", "fp8", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["schema"] == 1
     assert report["quantized"] == {"FP8": 4, "NVFP4": 6}
     with moqext.Checkpoint(tmp_path / "out") as made:
+        assert made.config.kv_cache_quant_algo == "FP8"
+        assert made.kv_scales()
         assert report["bytes_written"] == sum(info.nbytes for info in made.tensors.values())
 
 

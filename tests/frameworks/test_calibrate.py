@@ -12,7 +12,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 import moqext_transformers  # noqa: E402
 
-from ..quantize_files import CASES, input_amax, unquantized  # noqa: E402
+from ..quantize_files import CASES, cache_amax, input_amax, unquantized  # noqa: E402
 
 CALIBRATED = [
     case
@@ -72,6 +72,25 @@ def test_scales_of_genuine_exports_from_the_same_batches(case, tmp_path):
             if module.endswith(("layers.0.self_attn.q_proj", "layers.0.self_attn.q_a_proj")):
                 assert got == genuine
             assert abs(got - genuine) <= BF16_STEPS * genuine, module
+        for module, genuine in cache_amax(case).items():
+            if module.startswith("model.layers.0."):
+                assert abs(amax[module] - genuine) <= BF16_STEPS / 4 * genuine, module
+            assert abs(amax[module] - genuine) <= BF16_STEPS * genuine, module
+        assert cache_amax(case).keys() <= {name for name in amax if name.endswith("_cache")}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_keys_and_values_are_watched_however_they_are_multiplied(attention, tmp_path):
+    case = next(case for case in CASES if case.export == "exports/fp8_bias_kvfp8")
+    model = loaded(case, tmp_path / "in", attn_implementation=attention)
+    amax = moqext_transformers.calibrate(model, batches(), tmp_path / "scales.json")
+    assert {name: amax[name] for name in cache_amax(case)} == pytest.approx(cache_amax(case), rel=BF16_STEPS)
+    with moqext.Checkpoint(tmp_path / "in") as source:
+        source.quantize(tmp_path / "out", to="NVFP4", scales=tmp_path / "scales.json", kv_cache="fp8")
+    with moqext.Checkpoint(tmp_path / "out") as made:
+        assert made.config.kv_cache_quant_algo == "FP8"
+        assert len(made.kv_scales()) == 1
+        assert not {"kv_scales_absent", "kv_scales_unannounced"} & {each.code for each in made.problems}
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])

@@ -22,6 +22,8 @@ from moqext.reader.files.tensor_header import LENGTH_BYTES, MAX_HEADER_BYTES
 from moqext.reader.files.untrusted import HUB_NAME
 
 _CONFIGURATION = ("config.json", "hf_quant_config.json", "quant_cfg.json")
+_PIPELINE = ("model_index.json", *(f"*/{name}" for name in _CONFIGURATION))
+"""Files that say of a Diffusers pipeline which of its components are quantized."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*", ".*")
 _FIRST_BYTES = 1 << 18
 """Fetched of a shard at first: most headers are shorter."""
@@ -51,20 +53,29 @@ def is_installed() -> bool:
     return find_spec("huggingface_hub") is not None
 
 
-def fetch(name: HubName, *, configuration_only: bool = False, only: str | None = None) -> Path:
+def fetch(
+    name: HubName,
+    *,
+    configuration_only: bool = False,
+    only: str | None = None,
+    component: str | None = None,
+) -> Path:
     """The directory that the cache has the model in, with everything but weights in other forms.
 
     Args:
         name: the model.
-        configuration_only: fetches what states the quantization, nothing else.
+        configuration_only: fetches what states the quantization, of the model or its components, nothing
+            else.
         only: the one file of weights that is wanted; all where that is an index.
+        component: the directory of the model that is wanted.
 
     Raises:
         CheckpointError: there is no such model or revision, or it cannot be fetched.
     """
-    wanted = list(_CONFIGURATION) if configuration_only else None
+    below = "" if component is None else f"{component}/"
+    wanted = [*_CONFIGURATION, *_PIPELINE] if configuration_only else [f"{below}*"] if below else None
     if only is not None and only.endswith(".safetensors"):
-        wanted = ["*.json", only]
+        wanted = ["*.json", f"{below}{only}"]
     with _told(name):
         hub = importlib.import_module("huggingface_hub")
         return Path(
@@ -74,12 +85,15 @@ def fetch(name: HubName, *, configuration_only: bool = False, only: str | None =
         )
 
 
-def fetch_headers(name: HubName, *, only: str | None = None) -> "tempfile.TemporaryDirectory[str]":
+def fetch_headers(
+    name: HubName, *, only: str | None = None, component: str | None = None
+) -> "tempfile.TemporaryDirectory[str]":
     """A directory with the JSON files of the model, and for each shard a file with its header alone.
 
     Args:
         name: the model.
         only: the one file of weights that is wanted; all where that is an index.
+        component: the directory of the model that is wanted.
 
     Raises:
         CheckpointError: as `fetch`, or a shard is not what its name says.
@@ -101,7 +115,10 @@ def fetch_headers(name: HubName, *, only: str | None = None) -> "tempfile.Tempor
             else:
                 _write_header(pinned, file, files[file], target)
 
-        wanted = [file for file in files if _has_headers(file, only)]
+        below = "" if component is None else f"{component}/"
+        wanted = [
+            file for file in files if file.startswith(below) and _has_headers(file.removeprefix(below), only)
+        ]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(take, wanted))
     return directory

@@ -4,8 +4,8 @@ Opening reads the index, if there is one, and the header of every file, nothing 
 for is read from its file at that moment, if that is still the file whose header was read (`shard.py`).
 
 Which files, first match:
-  1. `model.safetensors`;
-  2. the shards named by `model.safetensors.index.json`, or by the only other `*.safetensors.index.json`;
+  1. `model.safetensors`, or `diffusion_pytorch_model.safetensors`;
+  2. the shards named by the index of such a name, or by the only other `*.safetensors.index.json`;
   3. every `*.safetensors`, without `consolidated*` (the same weights once more) where there are others.
 A directory without any of these files is one without weights: `tensors` is empty.
 
@@ -40,8 +40,10 @@ from moqext.reader.problems import Problem, make_problem
 
 __all__ = ["TensorFiles", "TensorInfo", "read_header"]
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+_STEMS = ("model", "diffusion_pytorch_model")
+"""Names of weights in Transformers and in Diffusers, which variants (`model.fp16.safetensors`) lie beside."""
+SINGLE_FILES = frozenset(f"{stem}.safetensors" for stem in _STEMS)
+"""Files that are read alone."""
 _NO_PARTS = ("consolidated", "adapter")
 """Files beside a checkpoint that hold the same weights once more, or changes to them."""
 MAX_INDEX_BYTES = 256 << 20  # the largest known, of 276,000 tensors, takes 40 MB
@@ -266,12 +268,16 @@ class TensorFiles:
 
     def _choose_files(self, weights: list[str], indexes: list[str]) -> set[Path]:
         """The files to read, by the order of preference above; reads the index where it decides."""
-        if SINGLE_FILE in weights:
-            if INDEX_FILE in indexes:
-                self._report("index_ignored", f"{INDEX_FILE} is not read: there is {SINGLE_FILE}")
-            return {self.directory / SINGLE_FILE}
-        if INDEX_FILE in indexes or len(indexes) == 1:
-            return set(self._follow(self.directory / (INDEX_FILE if INDEX_FILE in indexes else indexes[0])))
+        for stem in _STEMS:
+            single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+            if single in weights:
+                if index in indexes:
+                    self._report("index_ignored", f"{index} is not read: there is {single}")
+                return {self.directory / single}
+            if index in indexes:
+                return set(self._follow(self.directory / index))
+        if len(indexes) == 1:
+            return set(self._follow(self.directory / indexes[0]))
         own = [name for name in weights if not name.startswith("consolidated")]
         return {self.directory / name for name in own or weights}
 
@@ -349,7 +355,11 @@ class TensorFiles:
             lost = [name for name in names if name not in self.tensors and name not in self.named]
             if lost:
                 others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-                why = f"{self.index.name} does not name it" if self.index else f"{SINGLE_FILE} is beside it"
+                why = (
+                    f"{self.index.name} does not name it"
+                    if self.index
+                    else f"{self.files[0].name} is beside it"
+                )
                 message = f"{path.name} has {lost[0]}{others}, and is not read: {why}"
                 self._report("unread_tensors", message)
                 yield path, tuple(lost)

@@ -68,14 +68,14 @@ class Layouts:
         tensors: every tensor but the markers, scales with their shape in plain order.
         problems: what markers say and nobody understands.
         forms: tensors that are read in another type or shape than the file's; see `stored_forms.py`.
-        has_markers: whether a marker, or metadata that ComfyUI reads, says anything.
+        producer: who writes markers, or metadata for ComfyUI, as are there; empty without any.
     """
 
     by_module: Mapping[str, Layout]
     tensors: Mapping[str, TensorInfo]
     problems: tuple[Problem, ...]
     forms: Mapping[str, TensorInfo] = field(default_factory=dict)
-    has_markers: bool = False
+    producer: str = ""
 
     def __post_init__(self) -> None:
         layouts = self.by_module.values()
@@ -166,8 +166,7 @@ def find_layouts(
             is_marked=marker is not None,
         )
     infos = _plain_infos(tensors, found, markers.tensors)
-    has_markers = bool(markers.formats or markers.tensors)
-    return Layouts(found, infos, tuple(markers.problems), forms, has_markers)
+    return Layouts(found, infos, tuple(markers.problems), forms, markers.producer)
 
 
 def _decide(

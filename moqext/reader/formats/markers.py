@@ -3,7 +3,8 @@
 ComfyUI has a tensor `<layer>.comfy_quant` of bytes beside each quantized layer, or one entry for all layers,
 `_quantization_metadata`, among the metadata of the header. Both hold JSON, for a layer
 `{"format": "nvfp4"}`. ModelOpt writes such an entry, too, beside its `quantization_config`; it names the
-algorithm then, and says nothing of the order that scales and codes are stored in.
+algorithm then, and says nothing of the order that scales and codes are stored in. Black Forest Labs publishes
+FLUX as one file with the entry, for ComfyUI, under the names of its own code.
 """
 
 from collections.abc import Mapping
@@ -21,6 +22,9 @@ _MARKER = ".comfy_quant"
 _FP8_MARKER = "scaled_fp8"
 _METADATA = "_quantization_metadata"
 _MODELOPT = "quantization_config"
+
+_FLUX = ("double_blocks.", "single_blocks.")
+"""Beginnings of names in FLUX as Black Forest Labs publishes it."""
 
 MAX_MARKER_BYTES = 1 << 16
 
@@ -46,12 +50,21 @@ class Markers:
     Attributes:
         formats: module -> the format that a marker, or the metadata that ComfyUI reads, names.
         tensors: names of the tensors that are markers, and no part of the model.
+        in_headers: whether entries of headers name formats, and tensors do not.
         problems: what of it cannot be understood.
     """
 
     formats: dict[str, str] = field(default_factory=dict)
     tensors: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
+    in_headers: bool = False
+
+    @property
+    def producer(self) -> str:
+        """Who writes such markers; empty where there are none."""
+        if self.in_headers and any(module.startswith(_FLUX) for module in self.formats):
+            return "Black Forest Labs"
+        return "ComfyUI" if self.formats or self.tensors else ""
 
 
 def read_markers(files: TensorFiles, *, headers_only: bool) -> Markers:
@@ -64,10 +77,12 @@ def read_markers(files: TensorFiles, *, headers_only: bool) -> Markers:
     markers = Markers()
     for path, metadata in files.metadata.items():
         _read_metadata(markers, path, metadata)
+    markers.in_headers = bool(markers.formats)
     for name, info in files.tensors.items():
         if name.endswith(_MARKER):
             module = name.removesuffix(_MARKER)
             markers.tensors.add(name)
+            markers.in_headers = False
             if headers_only:
                 weight = files.tensors.get(f"{module}.weight")
                 if weight is not None and weight.dtype == "U8":

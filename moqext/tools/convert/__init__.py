@@ -6,7 +6,6 @@ files get a temporary folder in the target directory and change places with thos
 """
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -15,14 +14,14 @@ from moqext.errors import CheckpointError
 from moqext.reader.checkpoint_reader import CheckpointReader, Progress
 from moqext.reader.matrices import FLOAT_DTYPES
 from moqext.reader.problems import Problem
+from moqext.tools.convert.assemble import Files, assemble, files_beside
 from moqext.tools.convert.compressed import plan_compressed
 from moqext.tools.convert.configurations import Format, configurations
-from moqext.tools.convert.files import INDEX_FILE, config_dtype, other_files, plain_config
+from moqext.tools.convert.files import config_dtype, plain_config
 from moqext.tools.convert.fp8 import ALGO, LayerError, Requantizer
 from moqext.tools.convert.modelopt import describe, plan_modelopt
 from moqext.tools.convert.plan import Experts, Plan, make_plan, split
-from moqext.tools.convert.shards import index_of, name_shards, write_shards
-from moqext.tools.convert.staging import Contents, Staging
+from moqext.tools.convert.shards import name_shards
 from moqext.tools.convert.unread import take_in_unread
 
 PLAIN_TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -91,38 +90,19 @@ def convert_checkpoint(
     plan, documents, errors = _plan(checkpoint, to, experts)
     if alone and Path(out).resolve() == checkpoint.directory.resolve():
         raise CheckpointError(f"is the directory of the file that is converted, {checkpoint.file}", file=out)
-    shards = name_shards(split(plan.jobs, max_shard_size))
-    others, left_out = ([], []) if alone else other_files(checkpoint.directory, checkpoint.files.files)
-    copied = {str(path.relative_to(checkpoint.directory)): path for path in others}
-    index = [INDEX_FILE] if len(shards) > 1 else []
-    contents = Contents(
-        source=checkpoint.file or checkpoint.directory,
-        read=(*(() if alone else checkpoint.directory.iterdir()), *others, *checkpoint.files.files),
-        names=(*shards, *index, *documents, *copied),
-        nbytes=sum(job.nbytes for job in plan.jobs) + sum(path.stat().st_size for path in others),
-    )
-    with Staging(out, contents, overwrite=overwrite) as staging:
-        begin = time.perf_counter()
-        places = write_shards(shards, staging, progress).places
-        seconds = time.perf_counter() - begin
-        for name in index:
-            staging.write_json(name, index_of(places, sum(job.nbytes for job in plan.jobs)))
-        staging.copy(copied)
-        for name, document in documents.items():
-            staging.write_json(name, document)
-        staging.publish()
-    notes = [*(each.note for each in taken), *plan.notes]
-    if left_out:
-        notes.append(f"files not copied: {', '.join(left_out)}")
+    named = name_shards(split(plan.jobs, max_shard_size), checkpoint.model_config)
+    copied, left_out = files_beside(checkpoint)
+    files = Files(*named, documents, copied)
+    written = assemble(checkpoint, out, files, overwrite=overwrite, progress=progress)
     return Conversion(
         directory=os.fspath(out),
-        files=tuple(shards),
+        files=tuple(named.shards),
         tensors=sum(len(job.tensors) for job in plan.jobs),
         dequantized=plan.dequantized,
         bytes_read=sum(job.reads for job in plan.jobs),
-        bytes_written=sum(job.nbytes for job in plan.jobs),
-        seconds=seconds,
-        notes=tuple(notes),
+        bytes_written=written.nbytes,
+        seconds=written.seconds,
+        notes=(*(each.note for each in taken), *plan.notes, *left_out),
         errors=tuple(sorted(errors, key=lambda error: -error.relative_error)),
     )
 

@@ -12,18 +12,6 @@ from moqext.tools.convert.words import is_raw, name_of
 MIXED = "MIXED_PRECISION"
 
 
-def _bits(algo: str) -> tuple[int, int | None] | None:
-    """Bits of weights and activations of algorithms that ModelOpt describes by these in config.json."""
-    facts = ALGORITHMS[algo]
-    if facts.pre_quant_scale or facts.low_rank:
-        return None
-    if (facts.codes, facts.scales) == ("e4m3", "tensor"):
-        return 8, 8
-    if (facts.codes, facts.second) == ("e2m1", "parts"):
-        return 4, 4 if facts.input_scale else None
-    return None
-
-
 class Format(NamedTuple):
     """How one module is quantized: algorithm, and group size where there is one."""
 
@@ -42,15 +30,33 @@ class Format(NamedTuple):
         return self.entry() | ({"has_zero_point": False, "pre_quant_scale": True} if factors else {})
 
     def group(self, targets: Sequence[str]) -> dict[str, Any]:
-        """An entry of `config_groups` in config.json, for some modules."""
-        bits = _bits(self.algo)
-        if bits is None:
+        """An entry of `config_groups` in config.json, which engines for other producers' files read."""
+        facts = ALGORITHMS[self.algo]
+        if (
+            is_raw(self.algo)
+            or facts.codes not in ("e4m3", "e2m1")
+            or facts.pre_quant_scale
+            or facts.low_rank
+        ):
             return {**self.entry(), "targets": list(targets)}
-        weights, inputs = bits
-        facts = {"dynamic": False, "num_bits": weights, "type": "float"}
-        facts |= {} if self.group_size is None else {"group_size": self.group_size}
-        activations = {} if inputs is None else {"input_activations": dict(facts)}
-        return {**activations, "weights": facts, "targets": list(targets)}
+        grouped = {"group_size": self.group_size} if facts.scales == "groups" else {}
+        by_row = {"strategy": "channel"} if facts.scales == "rows" else {}
+        weights = _numbers(4 if facts.codes == "e2m1" else 8, **grouped, **by_row)
+        if facts.second == "parts" and facts.input_scale is None:
+            return {"weights": weights, "targets": list(targets)}  # activations of 16 bits
+        alike = facts.second == "parts" or facts.codes == "e4m3"
+        activations = _numbers(weights["num_bits"], **grouped) if alike else _numbers(8)
+        return {"input_activations": activations, "weights": weights, "targets": list(targets)}
+
+    @property
+    def has_group(self) -> bool:
+        """Whether ModelOpt writes a group where all modules are so."""
+        facts = ALGORITHMS[self.algo]
+        plain = not (facts.pre_quant_scale or facts.low_rank)
+        return plain and (
+            (facts.codes, facts.scales) == ("e4m3", "tensor")
+            or (facts.codes, facts.second) == ("e2m1", "parts")
+        )
 
 
 def configurations(
@@ -67,35 +73,58 @@ def configurations(
         plain: modules with a matrix that have none; they are excluded by name where no pattern does.
         kv_algo: how the cache is quantized.
     """
-    excluded = _excluded(checkpoint, quantized, plain)
+    producer = {key: value for key, value in _producer(checkpoint).items() if value}
+    return write_documents(quantized, _excluded(checkpoint, quantized, plain), producer, kv_algo)
+
+
+def write_documents(
+    quantized: Mapping[str, Format], excluded: Sequence[str], producer: Mapping[str, Any], kv_algo: str | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The quantization_config of config.json, and hf_quant_config.json.
+
+    Args:
+        quantized: modules that have codes, or containers of such, and how they are quantized.
+        excluded: entries of the exclusion list; ModelOpt has none where it lists layers.
+        producer: name and version.
+        kv_algo: how the cache is quantized.
+    """
     formats = dict.fromkeys(quantized.values())
     listed = {module: each.entry() for module, each in quantized.items()} if len(formats) > 1 else {}
     whole = {"quant_algo": MIXED} if listed else next(iter(formats)).whole()
-    producer = {key: value for key, value in _producer(checkpoint).items() if value}
-    flat: dict[str, Any] = {"ignore": excluded, "quant_algo": whole["quant_algo"]}
+    flat: dict[str, Any] = {"ignore": list(excluded), "quant_algo": whole["quant_algo"]}
     if groups := _groups(quantized, formats):
         flat = {"config_groups": groups, **flat}
     if listed:
         flat["quantized_layers"] = listed
     if kv_algo is not None:
-        fp8 = {"dynamic": False, "num_bits": 8, "type": "float"}
-        flat["kv_cache_scheme"] = fp8 if kv_algo == "FP8" else kv_algo
+        flat["kv_cache_scheme"] = cache_scheme(kv_algo)
     flat |= {"producer": producer, "quant_method": "modelopt"}
-    quantization = {**whole, "kv_cache_quant_algo": kv_algo, "exclude_modules": excluded}
+    quantization = {**whole, "kv_cache_quant_algo": kv_algo}
+    if excluded or not listed:
+        quantization["exclude_modules"] = list(excluded)
     if listed:
         quantization["quantized_layers"] = listed
     return flat, {"producer": producer, "quantization": quantization}
+
+
+def cache_scheme(kv_algo: str) -> Any:
+    """The algorithm of the cache as config.json has it."""
+    return {"dynamic": False, "num_bits": 8, "type": "float"} if kv_algo == "FP8" else kv_algo
 
 
 def _groups(quantized: Mapping[str, Format], formats: Mapping[Format, None]) -> dict[str, Any]:
     """The entries of `config_groups`; none where ModelOpt has none."""
     if len(formats) == 1:
         (only,) = formats
-        return {"group_0": only.group(["Linear"])} if _bits(only.algo) is not None else {}
+        return {"group_0": only.group(["Linear"])} if only.has_group else {}
     targets = defaultdict(list)
     for module, each in quantized.items():
         targets[each].append(module)
-    return {f"group_{number}": each.group(targets[each]) for number, each in enumerate(formats)}
+    return {f"group_{number}": each.group(sorted(targets[each])) for number, each in enumerate(formats)}
+
+
+def _numbers(bits: int, **more: Any) -> dict[str, Any]:
+    return {"dynamic": False, "num_bits": bits, "type": "float", **more}
 
 
 def _producer(checkpoint: CheckpointReader) -> dict[str, str | None]:
@@ -112,7 +141,10 @@ def _excluded(
     checkpoint: CheckpointReader, quantized: Mapping[str, Format], plain: Sequence[str]
 ) -> list[str]:
     """The exclusions of the source that fit, and what else is plain."""
-    entries = list(checkpoint.config.exclude_modules) if checkpoint.config else []
+    listed = checkpoint.config.exclude_modules if checkpoint.config else ()
+    entries = [
+        entry for entry in listed if not entry.startswith("re:")
+    ]  # expressions of others match nothing
     if any(map(_excluder(entries).is_excluded, quantized)):
         entries = [entry for entry in entries if not any(map(_excluder([entry]).is_excluded, quantized))]
     reader = _excluder(entries)

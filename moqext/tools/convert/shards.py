@@ -24,13 +24,31 @@ class Written(NamedTuple):
     left_out: int
 
 
-def name_shards(shards: Sequence[Sequence[Job]]) -> dict[str, Sequence[Job]]:
-    """The jobs by the file that they write."""
+class Named(NamedTuple):
+    """Files of tensors.
+
+    Attributes:
+        shards: file -> the jobs that write it.
+        index_file: the name of their index; None of a single file.
+    """
+
+    shards: dict[str, Sequence[Job]]
+    index_file: str | None
+
+
+def name_shards(shards: Sequence[Sequence[Job]], config: Mapping[str, Any]) -> Named:
+    """The jobs by the file that they write, named as Transformers has them, or Diffusers.
+
+    Args:
+        shards: the jobs of each file.
+        config: config.json, where Diffusers leaves its version.
+    """
+    stem = "diffusion_pytorch_model" if "_diffusers_version" in config else "model"
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {
-        f"model-{number:05}-of-{len(shards):05}.safetensors": jobs for number, jobs in enumerate(shards, 1)
-    }
+        return Named({f"{stem}.safetensors": shards[0]}, None)
+    count = len(shards)
+    names = [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    return Named(dict(zip(names, shards, strict=True)), f"{stem}.safetensors.index.json")
 
 
 def write_shards(

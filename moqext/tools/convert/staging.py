@@ -24,7 +24,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from moqext.errors import CheckpointError
-from moqext.tools.convert.files import INDEX_FILE, QUANTIZATION_FILES
+from moqext.reader.files.places import INDEX
+from moqext.tools.convert.files import QUANTIZATION_FILES
 from moqext.tools.convert.journal import Journal
 
 STAGING = ".moqext-convert-"
@@ -169,7 +170,7 @@ class Staging:
         old = {name for name in old | set(new) if _is_file(self._out / name)}
 
         def order(name: Path) -> tuple[bool, bool, str]:
-            return str(name) == "config.json", str(name) == INDEX_FILE, str(name)
+            return str(name) == "config.json", name.name.endswith(INDEX), str(name)
 
         for name in sorted(old, key=order, reverse=True):
             yield str(name), f"{root}/old/{name}"

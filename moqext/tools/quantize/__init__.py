@@ -6,7 +6,6 @@ share a scale. A run that was killed is gone on with by the next that writes the
 """
 
 import os
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +19,27 @@ from moqext.algorithms import STATIC_ACTIVATIONS
 from moqext.errors import CheckpointError
 from moqext.ops.quantize_weights import SEARCHED, ScaleSearch
 from moqext.reader.checkpoint_reader import CheckpointReader, Progress
+from moqext.reader.naming import is_vision
 from moqext.tools.convert import MAX_SHARD_SIZE, refuse_errors
-from moqext.tools.convert.files import INDEX_FILE, other_files
-from moqext.tools.convert.jobs import Job, plain_job
+from moqext.tools.convert.assemble import Files, assemble, files_beside
+from moqext.tools.convert.jobs import Job, Pieces, plain_job
 from moqext.tools.convert.journal import journal_key
 from moqext.tools.convert.plan import split
-from moqext.tools.convert.shards import index_of, name_shards, write_shards
-from moqext.tools.convert.staging import Contents, Staging
+from moqext.tools.convert.shards import name_shards
 from moqext.tools.convert.unread import take_in_unread
+from moqext.tools.convert.writer import TensorSpec
 from moqext.tools.quantize.configurations import configurations
 from moqext.tools.quantize.jobs import Part, quantized_job
 from moqext.tools.quantize.rules import Rule, Selection, algorithm, parse_rule
-from moqext.tools.quantize.scales import amax_of, check_amax, input_scale, missing, read_scales
+from moqext.tools.quantize.scales import (
+    CACHES,
+    amax_of,
+    cache_scales,
+    check_amax,
+    input_scale,
+    missing,
+    read_scales,
+)
 from moqext.tools.quantize.weights import Amaxes, Weight, find_weights, fused_unlike, is_expert, same_input
 
 __all__ = ["MAX_SHARD_SIZE", "Quantization", "check_options", "quantize_checkpoint"]
@@ -75,12 +83,15 @@ def quantize_checkpoint(
     exclude: Sequence[str],
     scales: str | os.PathLike[str] | Mapping[str, float] | None,
     scale_search: ScaleSearch | None,
+    kv_cache: str | None,
     overwrite: bool,
     max_shard_size: int,
     progress: Progress | None,
 ) -> Quantization:
     """See `Checkpoint.quantize`."""
     to, parsed = check_options(to, rules, scale_search)
+    if kv_cache is not None and kv_cache not in CACHES:
+        raise ValueError(f"kv_cache: expected one of {', '.join(CACHES)}, or None, got {kv_cache!r}")
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
     _refuse_quantized(checkpoint)
@@ -100,47 +111,35 @@ def quantize_checkpoint(
     amax = _input_amax(scales, algos)
     jobs = _jobs(checkpoint, weights, algos, amax, scale_search)
     told += _notes(weights, algos, scale_search)
+    if kv_cache is not None:
+        cached = _cache_jobs(checkpoint, amax)
+        jobs += cached
+        if not cached:
+            told.append("scales say nothing of the cache: no scales of it are written, and 1.0 applies")
     plain = [*others, *(weight.module for weight in weights if weight.module not in algos)]
-    inline, own = configurations(algos, chosen, plain)
+    inline, own = configurations(algos, chosen, plain, None if kv_cache is None else CACHES[kv_cache])
     documents = {"hf_quant_config.json": own}
     if checkpoint.model_config:
         config = {
             key: value for key, value in checkpoint.model_config.items() if key != "quantization_config"
         }
         documents["config.json"] = config | {"quantization_config": inline}
-    shards = name_shards(split(jobs, max_shard_size))
-    copies, left_out = ([], []) if alone else other_files(checkpoint.directory, checkpoint.files.files)
-    copied = {str(path.relative_to(checkpoint.directory)): path for path in copies}
-    index = [INDEX_FILE] if len(shards) > 1 else []
-    contents = Contents(
-        source=checkpoint.file or checkpoint.directory,
-        read=(*(() if alone else checkpoint.directory.iterdir()), *copies, *checkpoint.files.files),
-        names=(*shards, *index, *documents, *copied),
-        nbytes=sum(job.nbytes for job in jobs) + sum(path.stat().st_size for path in copies),
-    )
-    key = journal_key([_C.build_info()["version"], own, scale_search, _identity(checkpoint, shards, amax)])
-    with Staging(out, contents, overwrite=overwrite, key=key) as staging:
-        begin = time.perf_counter()
-        places, kept = write_shards(shards, staging, progress)
-        seconds = time.perf_counter() - begin
-        for name in index:
-            staging.write_json(name, index_of(places, sum(job.nbytes for job in jobs)))
-        staging.copy(copied)
-        for name, document in documents.items():
-            staging.write_json(name, document)
-        staging.publish()
-    if left_out:
-        told.append(f"files not copied: {', '.join(left_out)}")
+    named = name_shards(split(jobs, max_shard_size), checkpoint.model_config)
+    copied, left_out = files_beside(checkpoint)
+    identity = _identity(checkpoint, named.shards, amax)
+    key = journal_key([_C.build_info()["version"], own, scale_search, identity])
+    files = Files(*named, documents, copied)
+    written = assemble(checkpoint, out, files, overwrite=overwrite, progress=progress, key=key)
     return Quantization(
         directory=os.fspath(out),
-        files=tuple(shards),
+        files=tuple(named.shards),
         tensors=sum(len(job.tensors) for job in jobs),
         quantized=dict(Counter(algos.values())),
         bytes_read=sum(job.reads for job in jobs),
-        bytes_written=sum(job.nbytes for job in jobs),
-        bytes_kept=kept,
-        seconds=seconds,
-        notes=tuple(told),
+        bytes_written=written.nbytes,
+        bytes_kept=written.kept,
+        seconds=written.seconds,
+        notes=(*told, *left_out),
     )
 
 
@@ -234,6 +233,20 @@ def _jobs(
             for weight in members
         ]
         jobs.append(quantized_job(parts, largest, search))
+    return jobs
+
+
+def _cache_jobs(checkpoint: CheckpointReader, amax: Mapping[str, float]) -> list[Job]:
+    """The jobs of the scales of the cache, which have no source."""
+    names = [name for name in checkpoint.tensors if not is_vision(name)]
+    modules = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
+    jobs = []
+    for tensor, scale in cache_scales(amax, modules).items():
+
+        def produce(tensor: str = tensor, scale: np.float32 = scale) -> Pieces:
+            yield tensor, np.asarray(scale)
+
+        jobs.append(Job(tensor, (TensorSpec(tensor, "F32", ()),), produce, 0))
     return jobs
 
 

@@ -3,7 +3,8 @@
 One JSON object: `{"format": "moqext-activations", "version": 1, "amax": {MODULE: NUMBER, ...}}`. A number is
 the largest magnitude of what a linear was given, in the unquantized model, so that one file serves every
 format. Modules are named as in the checkpoint; experts of one container share `<container>.gate_up_proj`
-(what gate and up are given) and `<container>.down_proj`.
+(what gate and up are given) and `<container>.down_proj`. Keys and values of an attention that has a cache are
+`<attention>.k_cache` and `<attention>.v_cache`.
 """
 
 import json
@@ -22,6 +23,15 @@ from moqext.reader.naming import PROJECTIONS, parse_expert_name
 
 FORMAT = "moqext-activations"
 VERSION = 1
+
+CACHE_ROLES = ("k_cache", "v_cache")
+"""Last parts of the names of keys and values."""
+
+_CACHE_TENSORS = {"k_cache": "k_proj.k_scale", "v_cache": "v_proj.v_scale"}
+CACHES = {"fp8": "FP8", "nvfp4": "NVFP4"}
+"""Options of a quantized cache -> their algorithms."""
+_CACHE_MAX = 448.0
+"""The divisor of magnitudes for scales of the cache: of FP8, and since ModelOpt 0.42 of NVFP4."""
 
 _ZERO_AMAX = {"NVFP4": 6.0}
 """Algorithm -> the amax of activations that are always zero; of others the largest of the format."""
@@ -94,6 +104,24 @@ def input_scale(amax: float, quant_algo: str) -> np.float32:
     """The `input_scale` of a linear: amax over the largest value of its activations' format."""
     most = ALGORITHMS[quant_algo].input_max
     return np.float32(amax or _ZERO_AMAX.get(quant_algo, most)) / np.float32(most)
+
+
+def cache_scales(amax: Mapping[str, float], modules: Iterable[str]) -> dict[str, np.float32]:
+    """The scales of the cache by the names of their tensors.
+
+    Args:
+        amax: magnitudes by module.
+        modules: every module of the checkpoint; an attention that is not among them has no scales.
+    """
+    known = set(modules)
+    scales = {}
+    for name, largest in amax.items():
+        attention, _, role = name.rpartition(".")
+        if role in _CACHE_TENSORS and attention in known:
+            scales[f"{attention}.{_CACHE_TENSORS[role]}"] = np.float32(largest or _CACHE_MAX) / np.float32(
+                _CACHE_MAX
+            )
+    return scales
 
 
 def missing(amax: Mapping[str, float], modules: Iterable[str]) -> list[str]:

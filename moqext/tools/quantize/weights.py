@@ -26,7 +26,7 @@ PIECE_BYTES = 2 << 20
 ROWS = 128
 """Rows of a piece are a multiple of it: of the rows that share a scale in every format."""
 
-SAME_INPUT = (*FUSED_GROUPS, ("q_proj", "kv_a_proj_with_mqa"))
+SAME_INPUT = (*FUSED_GROUPS, ("q_proj", "kv_a_proj_with_mqa"), ("query", "key", "value"))
 """Linears of one parent that are given the same tensor, and share an amax."""
 
 CONV1D_MODELS = frozenset(("gpt2", "imagegpt", "decision_transformer", "openai-gpt"))
@@ -78,16 +78,20 @@ class Weight:
         return f"{self.module}.{role}"
 
     def pieces(self) -> Iterator[NDArray[Any]]:
-        """Consecutive rows, or experts, contiguous.
+        """Consecutive rows, or experts, contiguous."""
+        return (piece for piece, _ in self.measured())
+
+    def measured(self) -> Iterator[tuple[NDArray[Any], float]]:
+        """Consecutive rows, or experts, contiguous, with the largest magnitude of each.
 
         Raises:
             CheckpointError: a value is infinite or NaN.
         """
         for piece in self._pieces():
-            if not isfinite(weight_amax(piece)):
+            if not isfinite(amax := weight_amax(piece)):
                 message = f"{self.module}: a weight is infinite or NaN, and cannot be quantized"
                 raise CheckpointError(message, file=self.checkpoint.directory, tensor=self.tensor)
-            yield piece
+            yield piece, amax
 
     def _pieces(self) -> Iterator[NDArray[Any]]:
         if self.expert is not None:
@@ -208,7 +212,7 @@ class Amaxes:
 
     def _own(self, weight: Weight) -> float:
         if weight.module not in self._known:
-            self._known[weight.module] = max(map(weight_amax, weight.pieces()))
+            self._known[weight.module] = max(amax for _, amax in weight.measured())
         return self._known[weight.module]
 
 

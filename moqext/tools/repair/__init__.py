@@ -6,7 +6,6 @@ its place: a finding that should have ended and did not, or a new error, refuses
 """
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import Literal
 
 from moqext.errors import CheckpointError
 from moqext.reader.checkpoint_reader import CheckpointReader, Progress
-from moqext.reader.files.tensor_files import INDEX_FILE, SINGLE_FILE
+from moqext.reader.files.tensor_files import SINGLE_FILES
 from moqext.reader.formats.layouts import ScaleLayout
 from moqext.reader.problems import Problem
-from moqext.tools.convert.files import other_files
+from moqext.tools.convert.assemble import Files, assemble, files_beside
+from moqext.tools.convert.files import INDEX_FILE
 from moqext.tools.convert.jobs import Job
-from moqext.tools.convert.shards import index_of, write_shards
-from moqext.tools.convert.staging import Contents, Staging
 from moqext.tools.convert.unread import take_in_unread
+from moqext.tools.repair.algorithms import repair_algorithms
 from moqext.tools.repair.cache_names import repair_cache_names
 from moqext.tools.repair.draft import Change, Draft
 from moqext.tools.repair.exclusions import repair_exclusions
@@ -106,29 +105,12 @@ class RepairPlan:
             raise CheckpointError("nothing to repair", file=checkpoint.directory)
         shards, metadata = _shards(draft)
         documents, copied = draft.documents.written(), draft.documents.copied()
-        others, left_out = other_files(checkpoint.directory, checkpoint.files.files)
-        copied |= {str(path.relative_to(checkpoint.directory)): path for path in others}
-        total = sum(job.nbytes for jobs in shards.values() for job in jobs)
+        others, notes = files_beside(checkpoint)
         index = _index_name(checkpoint, len(shards))
-        contents = Contents(
-            source=checkpoint.directory,
-            read=(*checkpoint.directory.iterdir(), *others, *checkpoint.files.files),
-            names=(*shards, *filter(None, [index]), *documents, *copied),
-            nbytes=total + sum(path.stat().st_size for path in copied.values()),
-        )
-        with Staging(out, contents, overwrite=overwrite) as staging:
-            begin = time.perf_counter()
-            places = write_shards(shards, staging, progress, metadata).places
-            seconds = time.perf_counter() - begin
-            if index is not None:
-                staging.write_json(index, index_of(places, total))
-            staging.copy(copied)
-            for name, document in documents.items():
-                staging.write_json(name, document)
-            self._check(staging.folder)
-            staging.publish()
-        notes = [f"files not copied: {', '.join(left_out)}"] if left_out else []
-        return Repair(os.fspath(out), tuple(shards), len(places), total, seconds, tuple(notes))
+        files = Files(shards, index, documents, copied | others, metadata)
+        written = assemble(checkpoint, out, files, overwrite=overwrite, progress=progress, check=self._check)
+        tensors = sum(len(job.tensors) for jobs in shards.values() for job in jobs)
+        return Repair(os.fspath(out), tuple(shards), tensors, written.nbytes, written.seconds, tuple(notes))
 
     def _check(self, folder: Path) -> None:
         """Reads what was written, and refuses it where a finding has not ended or an error has come."""
@@ -165,6 +147,7 @@ def plan_repair(checkpoint: CheckpointReader, *, nan_blocks: Literal["keep", "ze
         repair_scale_names,
         repair_zero_layers,
         NanBlocks(nan_blocks).repair,
+        repair_algorithms,
         repair_exclusions,
     )
     for rule in rules:
@@ -182,7 +165,7 @@ def _shards(draft: Draft) -> tuple[dict[str, list[Job]], dict[str, Mapping[str, 
     for output in (*draft.outputs.values(), *draft.copies):
         jobs.setdefault(output.beside.file, []).append(output.job(checkpoint))
     names = {path: path.relative_to(checkpoint.directory).as_posix() for path in jobs}
-    if len(names) > 1 and SINGLE_FILE in names.values():
+    if len(names) > 1 and not SINGLE_FILES.isdisjoint(names.values()):
         count = len(names)
         names = {path: f"model-{number:05}-of-{count:05}.safetensors" for number, path in enumerate(names, 1)}
     metadata = {names[path]: checkpoint.files.metadata.get(path, {}) for path in jobs}

@@ -32,6 +32,19 @@ class Documents:
             inner = found.get("quantization")
             yield (file, inner, True) if isinstance(inner, dict) else (file, found, False)
 
+    @property
+    def has_layer_list(self) -> bool:
+        """Whether the layer list of exports before 0.27 is there."""
+        return (self._directory / QUANTIZATION_FILES[1]).exists()
+
+    def create(self, inline: dict[str, Any], own: dict[str, Any]) -> None:
+        """Adds hf_quant_config.json, and the quantization_config of config.json where there is that file."""
+        self._files[QUANTIZATION_FILES[0]] = own
+        self.changed.add(QUANTIZATION_FILES[0])
+        if (self._directory / CONFIG_FILES[0]).exists():
+            self._whole(CONFIG_FILES[0])["quantization_config"] = inline
+            self.changed.add(CONFIG_FILES[0])
+
     def mark(self, file: str) -> None:
         """Has a file written again."""
         self.changed.add(file)
