@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import math
 import random
 import statistics
@@ -38,6 +37,8 @@ from typing import Any, NamedTuple, Protocol
 from benchmarks import device, graph_edges, layers
 from benchmarks.moe_layers import MODELS, UNIFORM, Sizes, draw, expert_map_of
 from moqext import _C
+from moqext.environment import cuda_attributes
+from moqext.tools.selftest_times import variant_of
 
 FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 GENERAL = ("MXFP8", "W8A16", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "W4A8_AWQ")
@@ -64,9 +65,6 @@ ANY_CHIP_TOKENS = 256
 """Up to so many tokens kernels for any chip are measured, and up to so many the one on plain cores:"""
 SIMT_TOKENS = 2
 
-OTHER_SCALING = 8
-"""The variant of cuBLASLt that scales by vectors in the other way than the chosen one."""
-
 PLACE = "cuda:0"
 ROUNDS = 5
 HEAVY_ROUNDS = 2
@@ -87,19 +85,17 @@ FAILED = "# failed: "
 MOST_FAILED = 3
 """Cells that may fail in a row: a device that is lost fails all."""
 
-CHIPS = {"NVIDIA H200": "H200 SXM", "NVIDIA H100 80GB HBM3": "H100 SXM"}
-"""The plan's name of a device."""
-
-ATTRIBUTES = {
-    "sms": 16,
-    "sm_khz": 13,
-    "memory_khz": 36,
-    "bus_bits": 37,
-    "l2_bytes": 38,
-    "major": 75,
-    "minor": 76,
+CHIPS = {
+    "NVIDIA H200": "H200 SXM",
+    "NVIDIA H100 80GB HBM3": "H100 SXM",
+    "NVIDIA H100 PCIe": "H100 PCIe",
+    "NVIDIA GH200 480GB": "GH200",
+    "NVIDIA H20": "H20",
+    "NVIDIA A100-SXM4-80GB": "A100 SXM",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA GeForce RTX 5090": "RTX 5090",
 }
-"""CUdevice_attribute, by the name in the head of a file."""
+"""The plan's name of a device."""
 
 SCALES = (0x28, 0x38)
 """Codes of block scales, from 0.25 to 1."""
@@ -197,16 +193,6 @@ def configs_of(plan: Any, tokens: int) -> list[Config]:
         for kernel, number, *_ in plan.configs(tokens)
         if is_worth_measuring(kernel, tokens)
     ]
-
-
-def variant_of(plan: Any, tokens: int, kernel: str, number: int) -> int:
-    """Variant by which a plan keeps a config; cuBLASLt's are algorithms, from 8 on of the other scaling."""
-    if kernel == "cuda:cublaslt_general":
-        return 0
-    if kernel != "cuda:cublaslt":
-        return number + 1
-    plan.keep(tokens, kernel, 0)
-    return 0 if plan.config(tokens)[2] == number else OTHER_SCALING
 
 
 # ---- times ----
@@ -433,34 +419,9 @@ def _random_tensor(torch: Any, name: str, shape: tuple[int, ...], dtype: str, pl
 # ---- the file ----
 
 
-def attributes() -> dict[str, Any]:
-    """Attributes of the first device by the driver.
-
-    Raises:
-        OSError: There is no driver.
-        RuntimeError: It refuses.
-    """
-    driver = ctypes.CDLL("libcuda.so.1")
-    handle, version, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(96)
-    for call, *arguments in (
-        ("cuInit", 0),
-        ("cuDeviceGet", ctypes.byref(handle), 0),
-        ("cuDeviceGetName", name, len(name), handle),
-        ("cuDriverGetVersion", ctypes.byref(version)),
-    ):
-        if status := getattr(driver, str(call))(*arguments):
-            raise RuntimeError(f"{call}: CUDA error {status}")
-    found: dict[str, Any] = {"name": name.value.decode(), "driver": version.value}
-    for key, number in ATTRIBUTES.items():
-        value = ctypes.c_int()
-        driver.cuDeviceGetAttribute(ctypes.byref(value), number, handle)
-        found[key] = value.value
-    return found
-
-
 def head(torch: Any) -> str:
     """The first line of a file."""
-    about = attributes() | {"torch": torch.__version__, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    about = cuda_attributes() | {"torch": torch.__version__, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     return "# " + "; ".join(f"{key}={value}" for key, value in about.items())
 
 

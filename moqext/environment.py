@@ -12,6 +12,17 @@ from moqext import _C
 _LIBRARIES = ("numpy", "torch", "ml_dtypes")
 _CACHES = Path("/sys/devices/system/cpu")
 
+_ATTRIBUTES = {
+    "sms": 16,
+    "sm_khz": 13,
+    "memory_khz": 36,
+    "bus_bits": 37,
+    "l2_bytes": 38,
+    "major": 75,
+    "minor": 76,
+}
+"""CUdevice_attribute, by the name that benchmarks/times has for it."""
+
 
 def environment() -> dict[str, Any]:
     """Plain data for JSON: date, processor, system, versions, how the extension was built."""
@@ -26,6 +37,33 @@ def environment() -> dict[str, Any]:
         **{library: version for library in _LIBRARIES if (version := _installed(library))},
         "moqext": _C.build_info(),
     }
+
+
+def cuda_attributes(index: int = 0) -> dict[str, Any]:
+    """Name of a CUDA device, version of its driver, and the attributes that choices of kernels follow from.
+
+    Raises:
+        OSError: There is no driver.
+        RuntimeError: It refuses.
+    """
+    import ctypes  # which not every Python has
+
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, version, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(96)
+    for call, *arguments in (
+        ("cuInit", 0),
+        ("cuDeviceGet", ctypes.byref(handle), index),
+        ("cuDeviceGetName", name, len(name), handle),
+        ("cuDriverGetVersion", ctypes.byref(version)),
+    ):
+        if status := getattr(driver, str(call))(*arguments):
+            raise RuntimeError(f"{call}: CUDA error {status}")
+    found: dict[str, Any] = {"name": name.value.decode(), "driver": version.value}
+    for key, number in _ATTRIBUTES.items():
+        value = ctypes.c_int()
+        driver.cuDeviceGetAttribute(ctypes.byref(value), number, handle)
+        found[key] = value.value
+    return found
 
 
 def cpu_model() -> str:

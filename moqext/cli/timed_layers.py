@@ -19,11 +19,10 @@ from moqext.layers.linear import LinearMethod
 from moqext.layers.load_experts import computed_options, plan_parts
 from moqext.layers.moe import MoEMethod
 from moqext.layers.tuning import Cell, cells_of, layer_key
-from moqext.ops import to_device
 from moqext.ops.spelling import Compute, Dtype
 from moqext.reader.naming import FUSED_GROUPS
 from moqext.reader.records import LayerRecord
-from moqext.tools.bench import random_tensor
+from moqext.tools.bench import random_params
 
 
 class TimedLayer(NamedTuple):
@@ -99,7 +98,7 @@ def time_layer(
         A row for each number, and what the cache keeps of them.
     """
     plan = method._plan
-    timings = method.tune(counts, _prepare_random(method, rng))
+    timings = method.tune(counts, random_params(method, rng))
     rows = []
     for count in counts:
         estimated = min(plan.estimates(count), key=lambda row: row[2])[0]
@@ -161,15 +160,3 @@ def _expert_methods(
     about = computed_options(checkpoint, record, None, None)
     for part in plan_parts(checkpoint, record, range(record.shape[0]), **about, **options):
         yield part.method
-
-
-def _prepare_random(method: LinearMethod | MoEMethod, rng: np.random.Generator) -> Any:
-    """Prepared tensors of random codes and scales."""
-    params: dict[str, Any] = {}
-    for name, spec in method.checkpoint_params.items():
-        tensor = random_tensor(spec, rng)
-        if name.endswith("input_scale"):
-            tensor = np.full_like(tensor, 2.0**-5)  # fused layers may have to have one
-        is_codes = spec.dtype != "float32" and method.device != "cpu"
-        params[name] = to_device(tensor, method.device) if is_codes else tensor
-    return method.prepare(params)

@@ -267,7 +267,7 @@ def prepare_part(
     stacks = fill_stacks(checkpoint, record, planned.experts, planned.method)
     _complete_input_scales(checkpoint, record, planned.form, stacks)
     try:
-        params = _prepare(planned.method, stacks)
+        params = prepare_stacks(planned.method, stacks)
     except UnsupportedQuantization as error:
         raise UnsupportedQuantization(f"{record.name}: {error}") from None
     except (ValueError, TypeError) as error:
@@ -339,7 +339,7 @@ def _complete_input_scales(
             filled[rows] = True
 
 
-def _prepare(method: MoEMethod, stacks: ExpertStacks) -> Mapping[str, Any]:
+def prepare_stacks(method: MoEMethod, stacks: ExpertStacks) -> Mapping[str, Any]:
     """The prepared stacks; those whose bytes stay as they are keep their memory.
 
     On a CUDA device that is the memory that codes were copied to, and only where all of them stay: packed

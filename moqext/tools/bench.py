@@ -30,6 +30,8 @@ from moqext.environment import last_level_cache
 from moqext.interrupts import heard
 from moqext.layers.linear import LinearMethod
 from moqext.layers.method import ParamSpec
+from moqext.layers.moe import MoEMethod
+from moqext.ops import to_device
 
 ALGOS = tuple(name for name in LINEARS if not ALGORITHMS[name].pre_quant_scale)
 """Measured unless told otherwise: all that run, but for NVFP4_AWQ, which is NVFP4 with factors for x."""
@@ -384,6 +386,18 @@ def random_tensor(spec: ParamSpec, rng: np.random.Generator) -> NDArray[Any]:
     if spec.dtype == "float8_e4m3fn":
         codes[codes & 0x7F == 0x7F] = 0  # NaN
     return codes
+
+
+def random_params(method: LinearMethod | MoEMethod, rng: np.random.Generator) -> Any:
+    """Prepared tensors of random codes and scales, where the method runs: for times alone."""
+    params: dict[str, Any] = {}
+    for name, spec in method.checkpoint_params.items():
+        tensor = random_tensor(spec, rng)
+        if name.endswith("input_scale"):
+            tensor = np.full_like(tensor, 2.0**-5)  # fused layers may have to have one
+        is_codes = spec.dtype != "float32" and method.device != "cpu"
+        params[name] = to_device(tensor, method.device) if is_codes else tensor
+    return method.prepare(params)
 
 
 def _best(run: Callable[[], object], calls: int) -> float:

@@ -18,7 +18,7 @@ from moqext.reference.activations import quantize_fp8_group, quantize_fp8_token,
 from moqext.reference.experts import coded_rows, expert_params, local_experts
 from moqext.reference.linear import multiplied_activation, multiplied_weight, treatment
 
-_SUMS = 2.0**-20
+SUMS = 2.0**-20
 """Error of a float32 sum, of the sum of the magnitudes."""
 
 _CORE_SUMS = 2.0**-8.5
@@ -101,8 +101,8 @@ def expert_slack(
         down |= given["w2"]
         weight = multiplied_weight(down, algo, compute, size)
         reach = _reach(low, high, down, weight, options)
-        d = np.abs(_read_by(low, down, options) @ weight.T + _bias(down))
-        error = _SUMS + options.get("rounded", False) * _ROUNDED_D  # of d: the sum over slots may cancel
+        d = np.abs(read_by(low, down, options) @ weight.T + _bias(down))
+        error = SUMS + options.get("rounded", False) * _ROUNDED_D  # of d: the sum over slots may cancel
         np.add.at(moved, tokens, np.abs(weights) * (reach + error * (d + reach)))
     return moved
 
@@ -113,16 +113,16 @@ def _middle(rows: F32 | F64, halves: list[Params], options: dict[str, Any]) -> t
     ends = []
     for half in halves:
         coded = options.get("quantized_input", False)
-        a = rows.astype(np.float64) if coded else _read_by(np.asarray(rows, np.float32), half, options)
+        a = rows.astype(np.float64) if coded else read_by(np.asarray(rows, np.float32), half, options)
         weight = multiplied_weight(half, algo, compute, size)
         bias = _bias(half)
-        u, slack = a @ weight.T + bias, _error_of_sums(a, weight, bias, options.get("in_cores", False))
+        u, slack = a @ weight.T + bias, error_of_sums(a, weight, bias, options.get("in_cores", False))
         ends.append((u - slack, u + slack))
     keys = {key: options.get(key) for key in SWIGLU}
     ups = ends[1] if len(ends) > 1 else (None,)
     kind = options.get("activation", "silu")
     corners = np.stack([reference.expert_activation(g, u, kind, **keys) for g in ends[0] for u in ups])
-    slack = _SUMS * np.abs(corners).max(axis=0)
+    slack = SUMS * np.abs(corners).max(axis=0)
     dtype = options.get("dtype", "bfloat16")
     low, high = corners.min(axis=0) - slack, corners.max(axis=0) + slack
     rounded = [np.asarray(reference.round_to(end, dtype), np.float32) for end in (low, high)]
@@ -138,12 +138,12 @@ def _reach(low: F32, high: F32, down: Params, weight: F64, options: dict[str, An
     scaled = "input_scale" in down
     kind = treatment(options["quant_algo"], options.get("compute", "exact"), scaled)
     if kind in ("token", "group") or (kind == "int8" and not scaled):
-        ends = _smoothed(low, down, options), _smoothed(high, down, options)
+        ends = smoothed(low, down, options), smoothed(high, down, options)
         apart = _apart_by_scales(np.minimum(*ends), np.maximum(*ends), kind)
         if options.get("in_cores", False):
             return np.asarray(_OFTEN * np.sqrt(np.square(apart) @ np.square(weight).T), np.float64)
         return np.asarray(apart @ np.abs(weight).T, np.float64)
-    apart = np.abs(_read_by(high, down, options) - _read_by(low, down, options))
+    apart = np.abs(read_by(high, down, options) - read_by(low, down, options))
     return np.asarray(apart @ np.abs(weight).T, np.float64)
 
 
@@ -173,12 +173,13 @@ def _apart_by_scales(low: F32, high: F32, kind: str) -> F64:
     return upper - lower
 
 
-def _error_of_sums(a: F64, weight: F64, bias: Any, in_cores: bool) -> F64:
-    error: F64 = _SUMS * (np.abs(a) @ np.abs(weight).T + np.abs(bias))
+def error_of_sums(a: F64, weight: F64, bias: Any, in_cores: bool) -> F64:
+    """How inexact the sums of a product may be, [rows, N]."""
+    error: F64 = SUMS * (np.abs(a) @ np.abs(weight).T + np.abs(bias))
     return error + _CORE_SUMS * np.sqrt(np.square(a) @ np.square(weight).T) if in_cores else error
 
 
-def _smoothed(h: F32, part: Params, options: dict[str, Any]) -> F32:
+def smoothed(h: F32, part: Params, options: dict[str, Any]) -> F32:
     """The values that are quantized: h, or its product with pre_quant_scale."""
     if "pre_quant_scale" not in part:
         return h
@@ -186,8 +187,8 @@ def _smoothed(h: F32, part: Params, options: dict[str, Any]) -> F32:
     return np.asarray(reference.round_to(product, options.get("dtype", "bfloat16")), np.float32)
 
 
-def _read_by(h: F32, part: Params, options: dict[str, Any]) -> F64:
+def read_by(h: F32, part: Params, options: dict[str, Any]) -> F64:
     """The values that quantized activations of a projection stand for."""
-    h = _smoothed(h, part, options)
+    h = smoothed(h, part, options)
     compute = options.get("compute", "exact")
     return multiplied_activation(h, part, options["quant_algo"], compute, options.get("group_size"))

@@ -20,6 +20,7 @@ from moqext import ops, reference
 from moqext._C import UnsupportedQuantization
 from moqext.errors import CheckpointError
 from moqext.layers.load_experts import ExpertLayer, ExpertPart, plan_parts, prepare_part
+from moqext.layers.moe import MoEMethod
 from moqext.layers.stacks import ExpertStacks
 from moqext.ops import to_device
 from moqext.ops.spelling import SWIGLU, Compute, DtypeName
@@ -36,7 +37,7 @@ from moqext.tools.verify_row import LIMITS, Row, activations, carrier, compare, 
 Routing = tuple[NDArray[np.float32], NDArray[np.int32]]
 """Weights and numbers of experts, [T, k]."""
 
-_OPTIONS = ("quant_algo", "activation", "gated", "interleaved", *SWIGLU, "group_size", "dtype")
+OPTIONS = ("quant_algo", "activation", "gated", "interleaved", *SWIGLU, "group_size", "dtype")
 """Attributes of `MoEMethod` that the reference has as arguments."""
 
 
@@ -148,7 +149,7 @@ def _misread(
     members = _by_expert(record)
     for part, stacks in read:
         method = part.method
-        there = _filled(stacks)
+        there = filled_stacks(stacks)
         for place, number in enumerate(part.experts):
             halves = 2 if method.gated else 1
             w13 = expert_params(there, "w13", place, halves, method.interleaved)
@@ -174,7 +175,7 @@ def _only_read(checkpoint: CheckpointReader, record: LayerRecord, row: Row, why:
     return replace(row, status="read", message=why)
 
 
-def _filled(stacks: ExpertStacks) -> dict[str, NDArray[Any]]:
+def filled_stacks(stacks: ExpertStacks) -> dict[str, NDArray[Any]]:
     """The stacks that the checkpoint has."""
     return {name: stacks[name] for name, filled in stacks.filled.items() if filled.any()}
 
@@ -220,7 +221,7 @@ def _stored_halves(
     yield "up", projection.name, up
 
 
-def _all_experts(rng: np.random.Generator, tokens: int, layer: ExpertLayer) -> Routing:
+def all_experts(rng: np.random.Generator, tokens: int, layer: ExpertLayer | MoEMethod) -> Routing:
     """Every expert has as many tokens as any other, one at least."""
     count, top_k = layer.num_experts, layer.top_k
     rows = max(tokens, ceil(count / top_k))
@@ -229,7 +230,7 @@ def _all_experts(rng: np.random.Generator, tokens: int, layer: ExpertLayer) -> R
     return _router_weights(rng, ids.shape), ids.astype(np.int32)
 
 
-def _few_experts(rng: np.random.Generator, tokens: int, layer: ExpertLayer) -> Routing:
+def few_experts(rng: np.random.Generator, tokens: int, layer: ExpertLayer | MoEMethod) -> Routing:
     """Half of the slots have the same expert, and the others few."""
     order = rng.permutation(layer.num_experts)
     ids = order[(layer.num_experts * rng.random((tokens, layer.top_k)) ** 4).astype(np.int64)]
@@ -247,7 +248,7 @@ def _run(layer: ExpertLayer, rng: np.random.Generator, tokens: int) -> _Outputs:
     method = layer.parts[0].method
     on_device = method.device != "cpu"
     calls: list[tuple[NDArray[Any], Routing, NDArray[np.float32], list[float]]] = []
-    for routing in (_all_experts(rng, tokens, layer), _few_experts(rng, tokens, layer)):
+    for routing in (all_experts(rng, tokens, layer), few_experts(rng, tokens, layer)):
         x = carrier(activations(rng, len(routing[1]), layer.hidden_size), method.dtype)
         there = [to_device(array, method.device) if on_device else array for array in (x, *routing)]
         call = partial(layer, there[0], there[1], there[2])
@@ -287,7 +288,7 @@ def _of_reference(
     """A function of the reference's arguments, summed over the formats of the layer."""
     total = np.zeros(x.shape)
     for part, stacks in read:
-        options = {name: getattr(part.method, name) for name in _OPTIONS}
+        options = {name: getattr(part.method, name) for name in OPTIONS}
         options["compute"] = part.method.compute_for(outputs.tokens)
         if function is expert_slack:
             kernel = part.method.backend_for(outputs.tokens)
@@ -296,7 +297,7 @@ def _of_reference(
         options["expert_map"] = np.full(layer.global_num_experts, -1, np.int32)
         options["expert_map"][list(part.experts)] = np.arange(len(part.experts))
         with np.errstate(invalid="ignore", over="ignore"):  # what is NaN or infinite is so on both sides
-            total += function(x, _filled(stacks), *outputs.routing, **options)
+            total += function(x, filled_stacks(stacks), *outputs.routing, **options)
     return total
 
 

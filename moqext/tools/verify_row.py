@@ -103,6 +103,26 @@ def compare(y: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float]:
     return relative, float((difference.max(axis=-1, initial=0.0) / tops).max(initial=0.0))
 
 
+def within_reach(
+    y: NDArray[Any], exact: NDArray[np.float64], slack: NDArray[np.float64], dtype: str
+) -> NDArray[np.float64]:
+    """The expected outputs moved toward y, as far as sums may be inexact: what is left is beyond that.
+
+    Args:
+        y: Outputs as numbers.
+        exact: Outputs of the reference before they are rounded.
+        slack: How far each may be from them.
+        dtype: Of the outputs.
+    """
+    expected = np.asarray(reference.round_to(exact, dtype), np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        low, high = (
+            np.asarray(reference.round_to(exact + move, dtype), np.float64) for move in (-slack, slack)
+        )
+        beyond = y - np.clip(y, low, high)
+    return np.where(np.isfinite(y) & np.isfinite(expected), expected + beyond, y)
+
+
 def activations(rng: np.random.Generator, tokens: int, columns: int) -> NDArray[np.float32]:
     """Normal, with columns of unequal size as in real models."""
     spread = np.exp2(rng.uniform(-2, 2, columns))

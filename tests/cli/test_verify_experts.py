@@ -12,7 +12,7 @@ import pytest
 from moqext import Checkpoint, ExpertLayer
 from moqext.__main__ import main
 from moqext.tools.verify import select_weights
-from moqext.tools.verify_experts import _all_experts, _few_experts
+from moqext.tools.verify_experts import all_experts, few_experts
 from moqext.tools.verify_row import LIMITS
 from tests.expert_files import CONTAINER, dotted_experts, single_experts, stacked_experts, write_checkpoint
 from tests.moe_cases import ALGOS, random_stacks
@@ -201,12 +201,12 @@ def test_routings(rng: Any, experts: int, top_k: int, tokens: int) -> None:
 
     layer: Any = Layer()
     layer.top_k = top_k
-    weights, ids = _all_experts(rng, tokens, layer)
+    weights, ids = all_experts(rng, tokens, layer)
     assert set(ids.ravel()) == set(range(experts))
     counts = np.bincount(ids.ravel())
     assert counts.max() - counts.min() <= 1
     assert ids.shape[0] >= tokens
-    few_weights, few = _few_experts(rng, 64, layer)
+    few_weights, few = few_experts(rng, 64, layer)
     assert few.shape == few_weights.shape == (64, top_k)
     assert np.bincount(few.ravel(), minlength=experts).max() >= 32
     assert 0 <= few.min() <= few.max() < experts
