@@ -16,12 +16,12 @@ DRAWN_EVERY = 0.1
 class Progress:
     """Called with what is done, what there is to do, and the name of what is being done.
 
-    Both are numbers of bytes, or of whatever else `what` says.
+    Both are numbers of bytes, or of whatever else `what` says; with `rate` so many a second are told.
     """
 
-    def __init__(self, *, quiet: bool, what: str = "") -> None:
+    def __init__(self, *, quiet: bool, what: str = "", rate: bool = True) -> None:
         self._quiet = quiet
-        self._what = what
+        self._what, self._rate = what, rate
         self._terminal = sys.stderr.isatty()
         self._begin: float | None = None
         self._next = 0.0
@@ -37,7 +37,7 @@ class Progress:
             return
         seconds = now - self._begin
         count = f"{count} · " if count else ""
-        speed = f", {self._amount(int(done / max(seconds, 1e-9)))}/s" if done else ""
+        speed = f", {self._amount(int(done / max(seconds, 1e-9)))}/s" if done and self._rate else ""
         left = f", {clock(seconds / done * (total - done))} left" if done else ""
         if self._terminal:
             self._next = now + DRAWN_EVERY

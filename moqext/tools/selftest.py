@@ -323,7 +323,9 @@ class Selftest:
                 continue
             row, slack = self._row(kind, kernel), None
             for variant in variants_of(plan, tokens, kernel):
-                told = f"{case.about}, {tokens} tokens" + (f", config {variant}" if variant else "")
+                told = f"{case.about}, {tokens} token{'s' * (tokens != 1)}" + (
+                    f", config {variant}" if variant else ""
+                )
                 plan.keep(tokens, kernel, variant)
                 row.checked.add(kind.format)
                 try:
@@ -396,7 +398,7 @@ def variants_of(plan: _C.Plan, tokens: int, kernel: str) -> list[int]:
 
 
 def _sums_of(kind: Kind, kernel: str, dtype: str) -> tuple[bool, bool]:
-    """What the slack of a kernel depends on."""
+    """Facts of a kernel that its slack depends on."""
     if kind.operation == "linear":
         return linear_slack.sums_in_cores(kernel), False
     return expert_slack.sums_in_cores(kernel), expert_slack.rounds_d(kernel, dtype)
