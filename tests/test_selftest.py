@@ -201,6 +201,35 @@ def test_every_format_that_runs_is_among_the_kinds() -> None:
     assert len(kinds) == len(set(kinds)) == 49
 
 
+def on_hopper(kind: Any, device: str) -> Any:
+    """The plan of usual sizes of a chip that need not be here."""
+    if kind.operation == "linear":
+        rows, columns = selftest.USUAL_LINEAR
+        where = f"{rows}x{columns}"
+        return OnChip(kind.format, where, "H200 SXM")
+    about = ("silu", True, None, "bfloat16", "cuda:0", kind.compute)
+    method = OnChip("FP8", "128x128", "H200 SXM")
+    numbers = (None, None, None, None, False, "H200 SXM")
+    method.plan = _C.moe_plan(kind.quant_algo, *selftest.USUAL_EXPERTS, 2, *about, *numbers)
+    return method
+
+
+def test_kernels_of_a_chip_are_found_and_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel of a Hopper chip has a row, and one of the first layers; each of its configs is drawn."""
+    monkeypatch.setattr(selftest, "usual_method", on_hopper)
+    test = selftest.Selftest("cuda:0", 0)
+    found = {row.kernel for row in test.rows if row.operation == "linear"}
+    assert found >= {name for name in _C.kernels() if name.startswith("cuda:sm90_")}
+    assert "cuda:sm90_nvfp4_fp8_prefill" in {row.kernel for row in test.rows if row.operation == "experts"}
+    first = test.kinds[: len(test.rows)]
+    assert all(any(kind.format in row.formats for kind in first) for row in test.rows)
+    plan, rng = on_hopper(some(test.kinds, "NVFP4")[0], "").plan, np.random.default_rng(0)
+    drawn = [selftest.variants_of(plan, 4, "cuda:sm90_nvfp4_medium", rng) for _ in range(60)]
+    assert {len(variants) for variants in drawn} == {1 + selftest.MOST_CONFIGS}
+    every = [number + 1 for name, number, *_ in plan.configs(4) if name == "cuda:sm90_nvfp4_medium"]
+    assert {0, *every} == {variant for variants in drawn for variant in variants}
+
+
 @pytest.mark.parametrize("operation", ["linear", "experts"])
 def test_every_sixth_format_is_right(operation: str) -> None:
     """In sizes of tiles; others have other sizes, and follow in `test_many_turns_are_right`."""
@@ -261,7 +290,7 @@ class OnChip:
         plan = self.plan
 
         class Measured:
-            config, configs, keep = plan.config, plan.configs, plan.keep
+            config, configs, keep, explain = plan.config, plan.configs, plan.keep, plan.explain
 
             @staticmethod
             def measure(tokens: int, params: Any) -> Any:

@@ -44,6 +44,9 @@ MOST_TOKENS = (1, 16, 64, 320)
 TILE = 128
 """Sizes of a third of the layers are multiples of it."""
 
+MOST_CONFIGS = 8
+"""Configs of a kernel that a number of tokens of a layer meets; a kernel with more has others each time."""
+
 MOST_FAULTS = 8
 """Cases that are told of a kernel that fails."""
 
@@ -104,6 +107,10 @@ class KernelRow:
         """How it did: "ok", "wrong", or "not reached" where there was no time for it."""
         return "wrong" if self.wrong else "ok" if self.cases else "not reached"
 
+    def is_first(self, kind: Kind) -> bool:
+        """Whether no kind before had the kernel."""
+        return kind.operation == self.operation and self.formats[:1] == [kind.format]
+
     def fail(self, case: str, why: str) -> None:
         """Counts a wrong case."""
         self.wrong += 1
@@ -148,7 +155,7 @@ class Selftest:
         clock: Seconds since some moment.
 
     Attributes:
-        kinds: All that run there.
+        kinds: All that run there, the first of each kernel before the others.
         rows: A row a kernel and operation.
         layers: How many were made.
     """
@@ -158,7 +165,8 @@ class Selftest:
         self._rows: dict[tuple[str, str], KernelRow] = {}
         self.layers = 0
         by_operation = [list(self._find("linear")), list(self._find("experts"))]
-        self.kinds = [kind for pair in zip_longest(*by_operation) for kind in pair if kind is not None]
+        kinds = [kind for pair in zip_longest(*by_operation) for kind in pair if kind is not None]
+        self.kinds = sorted(kinds, key=lambda kind: not any(row.is_first(kind) for row in self.rows))
 
     @property
     def rows(self) -> list[KernelRow]:
@@ -253,7 +261,7 @@ class Selftest:
             def call(out: Any, x: Any = there) -> Any:
                 return method(x, params, given, out)
 
-            self._check_kernels(kind, method, tokens, _Case(about, exact, slack, call))
+            self._check_kernels(kind, method, tokens, _Case(about, exact, slack, call, rng.spawn(1)[0]))
 
     def _check_experts(self, kind: Kind, turn: int, rng: np.random.Generator) -> None:
         group_size = _group_size(kind, turn, rng)
@@ -310,7 +318,7 @@ class Selftest:
             def call(out: Any, there: Sequence[Any] = there) -> Any:
                 return method(there[0], params, there[1], there[2], out=out)
 
-            self._check_kernels(kind, method, tokens, _Case(about, exact, slack, call))
+            self._check_kernels(kind, method, tokens, _Case(about, exact, slack, call, rng.spawn(1)[0]))
 
     def _check_kernels(
         self, kind: Kind, method: LinearMethod | MoEMethod, tokens: int, case: "_Case"
@@ -322,7 +330,7 @@ class Selftest:
             if reason is not None:
                 continue
             row, slack = self._row(kind, kernel), None
-            for variant in variants_of(plan, tokens, kernel):
+            for variant in variants_of(plan, tokens, kernel, case.rng):
                 told = f"{case.about}, {tokens} token{'s' * (tokens != 1)}" + (
                     f", config {variant}" if variant else ""
                 )
@@ -371,12 +379,14 @@ class _Case(NamedTuple):
         exact: Outputs of the reference before they are rounded.
         slack: How far outputs of a kernel may be from them.
         call: Computes into an output.
+        rng: Source of configs, which leaves layers the same on every device.
     """
 
     about: str
     exact: NDArray[np.float64]
     slack: Callable[[str], NDArray[np.float64]]
     call: Callable[[Any], Any]
+    rng: np.random.Generator
 
 
 def usual_method(kind: Kind, device: str) -> LinearMethod | MoEMethod:
@@ -391,10 +401,11 @@ def usual_method(kind: Kind, device: str) -> LinearMethod | MoEMethod:
     return MoEMethod(kind.quant_algo, *USUAL_EXPERTS, top_k=2, device=device, compute=kind.compute)
 
 
-def variants_of(plan: _C.Plan, tokens: int, kernel: str) -> list[int]:
-    """Ways in which a plan keeps a kernel: its own choice, and every config of its table."""
+def variants_of(plan: _C.Plan, tokens: int, kernel: str, rng: np.random.Generator) -> list[int]:
+    """Ways in which a plan keeps a kernel: its own choice, and configs of its table in an order of chance."""
     numbers = [number + 1 for name, number, *_ in plan.configs(tokens) if name == kernel]
-    return [variant for variant in (0, *numbers) if plan.has_variant(tokens, kernel, variant)]
+    variants = [0, *rng.permutation(numbers).astype(int).tolist()[:MOST_CONFIGS]]
+    return [variant for variant in variants if plan.has_variant(tokens, kernel, variant)]
 
 
 def _sums_of(kind: Kind, kernel: str, dtype: str) -> tuple[bool, bool]:
