@@ -49,8 +49,8 @@ produce_tokens(const gemm_args *a, const producer_pipeline *p, const CUtensorMap
             mbarrier_expect(full, S::token_bytes);
             if (S::share_tokens) {
                 int half = p->rank * (S::T / 2);
-                copy_box_2d_to(to + half * 128, map, column_of<S>(step, left), token + half, full, keep,
-                               3);
+                copy_box_2d_to(to + half * 128, map, column_of<S>(step, left), token + half, full,
+                               keep, 3);
             } else {
                 copy_box_2d(to, map, column_of<S>(step, left), token, full, keep);
             }
@@ -158,7 +158,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
         float sum[S::T / 2] = {};
         if (!STREAM_K || w.end == a->steps) /* this block writes the outputs */
             fetch_tile_scales<S>(a, b, &at, group);
-        P::template multiply<S>(a, t, &own, &w, at.row + group * 64, &slot, sum);
+        P::template multiply<S>(a, t, &own, &w, &at, group, &slot, sum);
         if (STREAM_K && w.end < a->steps) {
             store_partial_sums<S>(a, group, sum);
             continue;
@@ -214,11 +214,13 @@ static __global__ void __launch_bounds__(THREADS, 1)
         more_registers<232>();
         int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / 128,
                                 0); /* shuffled, so that the compiler sees it is uniform */
+        uint32_t own = units + threadIdx.x / 32 * P::template warp_bytes<S>;
+        int lane = threadIdx.x % 32;
         consumer_pipeline t = {full,
                                empty,
                                wgmma_operand(x),
-                               P::template codes<S>(units),
-                               P::template scales<S>(units),
+                               own + P::codes_at(lane / 4, lane % 4),
+                               own + P::scales_at(lane / 4),
                                args.stages};
         output_path path = {&outputs, room + group * S::T * 128};
         consume<S, P, STREAM_K>(&args, &t, &epilogue[group], &path, group, rank);

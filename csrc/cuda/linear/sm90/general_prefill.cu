@@ -32,10 +32,9 @@ extern "C" moq_status moq_cuda_general_prefill(const moq_linear_call *call, moq_
     CUtensorMap weights;
     if (spec->weight != MOQ_WEIGHT_E4M3_GROUP)
         variants = int_variants(spec->weight == MOQ_WEIGHT_INT4_GROUP, spec->dtype == MOQ_DT_F16);
-    MOQ_TRY(moq_tensor_map_rows(&weights, call->weight,
-                                moq_code_rows_of(spec->weight, spec->out_features),
-                                spec->in_features, spec->in_features,
-                                (uint32_t)moq_code_rows_of(spec->weight, ROWS), err));
+    MOQ_TRY(moq_tensor_map_rows(
+        &weights, call->weight, moq_code_rows_of(spec->weight, spec->out_features),
+        spec->in_features, spec->in_features, (uint32_t)moq_code_rows_of(spec->weight, ROWS), err));
     return launch_exact(call, &config, &variants[config.index], divide_up(spec->in_features, STEP),
                         &weights, err);
 }

@@ -182,10 +182,9 @@ static __device__ __forceinline__ void end_change(sum_units *u, const uint32_t (
 /* Adds the products of `steps` steps, a group each, to the sums. The other warpgroup has the tensor
  * cores while sums change units. */
 template <class S>
-static __device__ __forceinline__ void multiply_groups(const consumer_pipeline *t,
-                                                       row_decoder<INT4> *d, int steps,
-                                                       pipeline_state *slot,
-                                                       float (&sum)[S::T / 2]) {
+static __device__ __forceinline__ void
+multiply_groups(const consumer_pipeline *t, row_decoder<INT4> *d, int steps, pipeline_state *slot,
+                float (&sum)[S::T / 2]) {
     float put_by[S::T / 2]; /* in memory */
     operand_unit even, odd;
     pipeline_state before = *slot;
@@ -253,26 +252,27 @@ template <int KIND> struct rows_of_codes {
         }
     }
 
-    /* Returns where this lane reads codes in the first stage, but for the swizzle. */
-    template <class S> static __device__ __forceinline__ uint32_t codes(uint32_t ring) {
-        uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        uint32_t row = threadIdx.x / 32 * (S::code_rows / (CONSUMERS / 32)) + g;
-        return ring + row * STEP + g * 16 + 2 * t;
+    /* Bytes of a warp's rows in a stage, and where lane 4g + t has its codes but for the swizzle.
+     * Scales do not pass through shared memory. */
+    template <class S>
+    static constexpr uint32_t warp_bytes = S::code_rows / (CONSUMERS / 32) * STEP;
+
+    static __device__ __forceinline__ int codes_at(int g, int t) {
+        return g * (STEP + 16) + 2 * t;
     }
 
-    /* Scales do not pass through shared memory. */
-    template <class S> static __device__ __forceinline__ uint32_t scales(uint32_t ring) {
-        return ring;
+    static __device__ __forceinline__ int scales_at(int) {
+        return 0;
     }
 
     template <class S>
     static __device__ __forceinline__ void
-    multiply(const gemm_args *a, const consumer_pipeline *t, operands *ring, const work *w, int row,
-             pipeline_state *slot, float (&sum)[S::T / 2]) {
+    multiply(const gemm_args *a, const consumer_pipeline *t, operands *ring, const work *w,
+             const tile_place *at, int group, pipeline_state *slot, float (&sum)[S::T / 2]) {
         row_decoder<KIND> d = {{}, *ring};
         int steps = w->end - w->first;
         if constexpr (KIND != INT8)
-            d.words = find_words<S>(a, w, row);
+            d.words = find_words<S>(a, w, at->row + group * 64);
         if constexpr (KIND == INT4)
             multiply_groups<S>(t, &d, steps, slot, sum);
         else

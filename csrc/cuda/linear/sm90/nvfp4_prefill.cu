@@ -66,20 +66,21 @@ struct packed_weights {
         }
     }
 
-    template <class S> static __device__ __forceinline__ uint32_t codes(uint32_t units) {
-        int lane = threadIdx.x % 32;
-        return units + threadIdx.x / 32 * MOQ_PACK_BYTES + moq_pack_word_at(lane / 4, lane % 4, 0);
+    /* Bytes of a warp's rows in a stage, and where lane 4g + t has its codes and scales. */
+    template <class S> static constexpr uint32_t warp_bytes = MOQ_PACK_BYTES;
+
+    static __device__ __forceinline__ int codes_at(int g, int t) {
+        return moq_pack_word_at(g, t, 0);
     }
 
-    template <class S> static __device__ __forceinline__ uint32_t scales(uint32_t units) {
-        int lane = threadIdx.x % 32;
-        return units + threadIdx.x / 32 * MOQ_PACK_BYTES + moq_pack_scale_at(lane / 4, 0);
+    static __device__ __forceinline__ int scales_at(int g) {
+        return moq_pack_scale_at(g, 0);
     }
 
     template <class S>
-    static __device__ __forceinline__ void multiply(const gemm_args *, const consumer_pipeline *t,
-                                                    operands *, const work *w, int,
-                                                    pipeline_state *slot, float (&sum)[S::T / 2]) {
+    static __device__ __forceinline__ void
+    multiply(const gemm_args *, const consumer_pipeline *t, operands *, const work *w,
+             const tile_place *, int, pipeline_state *slot, float (&sum)[S::T / 2]) {
         packed_decoder d;
         nvfp4_prefill::multiply<S>(t, &d, w->end - w->first, slot, sum);
     }
@@ -175,8 +176,7 @@ extern "C" int64_t moq_cuda_nvfp4_prefill_workspace(const moq_linear_call *call)
 extern "C" moq_status moq_cuda_nvfp4_prefill(const moq_linear_call *call, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
     moq_nvfp4_prefill_config config = moq_nvfp4_prefill_expand_config(call);
-    const variant *variants =
-        call->x->dtype == MOQ_DT_F16 ? FLOAT16_VARIANTS : BFLOAT16_VARIANTS;
+    const variant *variants = call->x->dtype == MOQ_DT_F16 ? FLOAT16_VARIANTS : BFLOAT16_VARIANTS;
     int64_t blocks = moq_pack_blocks(spec->in_features);
     CUtensorMap weights;
     MOQ_TRY(moq_tensor_map_words(&weights, call->weight, moq_pack_slabs(spec->out_features),

@@ -70,7 +70,7 @@ template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
     static constexpr bool quantized = TYPE == AS_E4M3, fast = FAST;
     static constexpr int units = quantized ? 2 : 1;                 /* units of a slab in a step */
     static constexpr int slabs = share_weights ? SLABS / 2 : SLABS; /* slabs that a block copies */
-    static constexpr int halves = 1; /* stages of a step */
+    static constexpr int halves = 1;                                /* stages of a step */
     static constexpr int ring_stages = 0; /* where W has a pipeline of its own */
     static constexpr bool ring = ring_stages > 0;
     /* What outputs are scaled by: a factor of their row, and a number. */
@@ -240,7 +240,8 @@ static __device__ __forceinline__ float factor_of(const tile_scales<S> *b, int r
 
 /* Returns the first of the two rows that a thread has of the 64 of a warpgroup. */
 template <class S> static __device__ __forceinline__ int row_of_thread(void) {
-    return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 * (S::paired_rows ? 2 : 1);
+    int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+    return thread / 32 * 16 + lane / 4 * (S::paired_rows ? 2 : 1);
 }
 
 /* Distance of a thread's two rows. */
@@ -264,8 +265,8 @@ static __device__ __forceinline__ void stage_pairs(uint32_t room, int first,
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         int token = first + i / 2 * 8 + lane % 4 * 2 + i % 2;
-        uint32_t pair = __byte_perm(matrix[i / 2 * 2], matrix[i / 2 * 2 + 1],
-                                    i % 2 ? 0x7632 : 0x5410);
+        uint32_t pair =
+            __byte_perm(matrix[i / 2 * 2], matrix[i / 2 * 2 + 1], i % 2 ? 0x7632 : 0x5410);
         store_shared_word(room + token * 128 + (piece ^ token % 8) * 16 + lane / 4 % 4 * 4, pair);
     }
 }
@@ -326,8 +327,8 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const out
                                                    const tile_scales<S> *b, const tile_place *at,
                                                    int group, const float *sum) {
     static_assert(S::T % (TOGETHER * CHUNK) == 0, "all chunks leave together with others");
-    int thread = threadIdx.x % 128;
-    int row = at->row + group * 64, own = row_of_thread<S>();
+    int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
+    int row = at->row + group * 64, own = warp * 16 + lane / 4 * (S::paired_rows ? 2 : 1);
     float factor[2], bias[2];
     copy_async_wait<0>();
     if (thread == 0)
