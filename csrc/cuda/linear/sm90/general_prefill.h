@@ -34,17 +34,34 @@ struct general_tile : tile<TYPE, T, SHARE, false> {
 
 /* ---- scales: a word for a row and a step, four E8M0 or a float ---- */
 
-/* The lane's words of its two rows: of the current step and of the next. */
+/* The words of a lane's two rows. Four lanes have the same rows: each holds the word of one of four
+ * steps, and of one of the next four, so that a load brings sixteen bytes of a row. */
 typedef struct {
     const uint32_t *row[2];
-    uint32_t now[2], next[2];
-    int step, first, end; /* step of `next`; steps of the tile, which wrap around */
+    uint32_t now[2], held[2], next[2]; /* of the current step; of four steps */
+    int step, first, end;              /* step of `next`; steps of the tile, which wrap around */
+    int taken;                         /* steps of `held` that are done */
 } scale_words;
 
 static __device__ __forceinline__ void load_words(scale_words *s) {
+    int step = s->step + (int)threadIdx.x % 4;
+    step = min(step < s->end ? step : step - (s->end - s->first), s->end - 1);
 #pragma unroll
     for (int i = 0; i < 2; i++)
-        s->next[i] = __ldg(s->row[i] + s->step);
+        s->next[i] = __ldg(s->row[i] + step);
+}
+
+/* Holds the next four words. */
+static __device__ __forceinline__ void hold_words(scale_words *s) {
+    int steps = s->end - s->first;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        s->held[i] = s->next[i];
+    s->taken = 0;
+    s->step += 4;
+    if (s->step >= s->end)
+        s->step = max(s->step - steps, s->first);
+    load_words(s);
 }
 
 /* Finds the words of a warpgroup's rows from `row` on. */
@@ -61,16 +78,18 @@ static __device__ __forceinline__ scale_words find_words(const gemm_args *a, con
     s.end = w->end;
     s.step = first_step_of<S>(a, w);
     load_words(&s);
+    hold_words(&s);
     return s;
 }
 
 /* Moves on to the words of the next step. */
 static __device__ __forceinline__ void advance_words(scale_words *s) {
+    if (s->taken == 4)
+        hold_words(s);
 #pragma unroll
     for (int i = 0; i < 2; i++)
-        s->now[i] = s->next[i];
-    s->step = s->step + 1 == s->end ? s->first : s->step + 1;
-    load_words(s);
+        s->now[i] = __shfl_sync(0xffffffffu, s->held[i], (int)threadIdx.x % 32 / 4 * 4 + s->taken);
+    s->taken++;
 }
 
 /* ---- decoding ---- */
@@ -151,22 +170,21 @@ static __device__ __forceinline__ void find_ratios(sum_units *u, const uint32_t 
     }
 }
 
-/* Changes the units of the sums. */
+/* Changes the units of the sums. Only the multiplication writes to them: ptxas would copy sums
+ * whose products are under way if branches did. */
 template <class S>
-static __device__ __forceinline__ void change_units(const sum_units *u, float *put_by,
+static __device__ __forceinline__ void change_units(sum_units *u, float *put_by,
                                                     float (&sum)[S::T / 2]) {
     stay_here(sum);
     if (u->change) {
 #pragma unroll
-        for (int i = 0; i < S::T / 2; i++) {
-            put_by[i] = __fmaf_rn(sum[i], u->now[i / 2 % 2], u->put_by ? put_by[i] : 0.0f);
-            sum[i] = 0.0f;
-        }
-    } else {
-#pragma unroll
         for (int i = 0; i < S::T / 2; i++)
-            sum[i] *= u->ratio[i / 2 % 2];
+            put_by[i] = __fmaf_rn(sum[i], u->now[i / 2 % 2], u->put_by ? put_by[i] : 0.0f);
+        u->ratio[0] = u->ratio[1] = 0.0f;
     }
+#pragma unroll
+    for (int i = 0; i < S::T / 2; i++)
+        sum[i] *= u->ratio[i / 2 % 2];
     stay_here(sum);
 }
 
