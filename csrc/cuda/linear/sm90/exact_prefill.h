@@ -26,7 +26,7 @@ static __device__ __forceinline__ int first_step_of(const gemm_args *a, const wo
     return a->apart ? first_step(w, place_of<S>(a, w->number, 0).row / ROWS) : w->first;
 }
 
-/* Returns the first byte of the stage of a step after which `left` - 1 stages are left. */
+/* Returns the first byte of a row of x that a stage has, of the last `left` stages of the tile. */
 template <class S> static __device__ __forceinline__ int column_of(int step, int left) {
     return S::halves == 1 ? step * 128 : step * 256 + left % 2 * 128;
 }

@@ -73,7 +73,7 @@ template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
     static constexpr int halves = 1;                                /* stages of a step */
     static constexpr int ring_stages = 0; /* where W has a pipeline of its own */
     static constexpr bool ring = ring_stages > 0;
-    /* What outputs are scaled by: a factor of their row, and a number. */
+    /* Outputs are scaled by a factor of their row, if rows have any, and by a number. */
     static constexpr bool row_factors = true;
     static constexpr float unit = MOQ_NVFP4_FACTOR;
     /* Rows of W that a thread has of each 16: g and g + 8, or 2g and 2g + 1. */
