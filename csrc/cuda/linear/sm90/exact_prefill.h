@@ -102,14 +102,17 @@ static __device__ __forceinline__ void issue(const consumer_pipeline *t, const p
     wgmma_commit();
 }
 
-/* Issues the products of a stage, then waits for those of the stage before and releases it. */
-template <class S>
-static __device__ __forceinline__ void follow(const consumer_pipeline *t, pipeline_state *slot,
-                                              pipeline_state *before, bool first,
-                                              const operand_unit *o, float (&sum)[S::T / 2]) {
-    if (S::ring)
+/* Issues the products of a stage, an even or an odd one, then waits for those of the stage before
+ * and releases it. */
+template <class S, int HALF, class D>
+static __device__ __forceinline__ void
+follow(const consumer_pipeline *t, D *d, pipeline_state *slot, pipeline_state *before, bool first,
+       const operand_unit *o, float (&sum)[S::T / 2]) {
+    if constexpr (S::ring)
         await(t, slot); /* tokens alone */
     issue<S>(t, slot, o, sum);
+    if constexpr (S::ring && HALF == 1)
+        d->template release_codes<S>(t); /* all have come to registers */
     if (!first) {
         wgmma_wait<1>();
         release<S>(t, before);
@@ -128,11 +131,11 @@ static __device__ __forceinline__ void multiply(const consumer_pipeline *t, D *d
     d->template decode<S, 0>(t, slot, &even);
 #pragma unroll 1
     for (int unit = 0;; unit += 2) {
-        follow<S>(t, slot, &before, unit == 0, &even, sum);
+        follow<S, 0>(t, d, slot, &before, unit == 0, &even, sum);
         if (S::halves == 1 && unit + 1 == units)
             break;
         d->template decode<S, 1>(t, slot, &odd);
-        follow<S>(t, slot, &before, false, &odd, sum);
+        follow<S, 1>(t, d, slot, &before, false, &odd, sum);
         if (unit + 2 == units)
             break;
         d->template decode<S, 0>(t, slot, &even);

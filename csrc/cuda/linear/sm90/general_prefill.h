@@ -99,7 +99,7 @@ template <int KIND> struct row_decoder {
     scale_words words;
     pipeline_state from; /* stage of the ring */
 
-    /* Waits for the codes of a step before its first half, and releases them after its second. */
+    /* Waits for the codes of a step before its first half. */
     template <class S, int HALF>
     __device__ __forceinline__ void decode(const consumer_pipeline *t, const pipeline_state *,
                                            operand_unit *o) {
@@ -127,10 +127,12 @@ template <int KIND> struct row_decoder {
                 }
             }
         }
-        if (HALF == 1) {
-            warp_releases<false>(t->full + RING_EMPTY + 8u * from.index);
-            advance(&from, S::ring_stages);
-        }
+    }
+
+    /* Releases the codes of a step and moves on to the next. */
+    template <class S> __device__ __forceinline__ void release_codes(const consumer_pipeline *t) {
+        warp_releases<false>(t->full + RING_EMPTY + 8u * from.index);
+        advance(&from, S::ring_stages);
     }
 };
 
@@ -225,6 +227,7 @@ multiply_groups(const consumer_pipeline *t, row_decoder<INT4> *d, int steps, pip
         d->template decode<S, 1>(t, slot, &odd);
         await(t, slot);
         issue<S>(t, slot, &odd, sum);
+        d->template release_codes<S>(t);
         wgmma_wait<1>();
         release<S>(t, &before);
         before = *slot;
