@@ -93,7 +93,10 @@ static bool work_general(const moq_problem *p, int config, moq_load *w) {
     moq_weight_layout weight = ((const moq_linear_spec *)p->layer)->weight;
     kind of = weight == MOQ_WEIGHT_INT4_GROUP ? INT4 : weight == MOQ_WEIGHT_INT8_ROW ? INT8 : E4M3;
     w->rates = (int)of * CONFIG_COUNT + config;
-    return count(p, config, of == INT4 ? 0.5 : 1, w);
+    if (!count(p, config, of == INT4 ? 0.5 : 1, w))
+        return false;
+    w->beside[1] = w->inside[2] < 2 ? w->inside[2] : 2; /* tiles whose ends nothing hides */
+    return true;
 }
 
 static const moq_configs GENERAL = {
