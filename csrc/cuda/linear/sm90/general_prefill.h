@@ -129,7 +129,8 @@ template <int KIND> struct row_decoder {
         }
     }
 
-    /* Releases the codes of a step and moves on to the next. */
+    /* Releases the codes of a step and moves on to the next, behind products that read all of them:
+     * the next copy overtakes loads that are only issued. */
     template <class S> __device__ __forceinline__ void release_codes(const consumer_pipeline *t) {
         warp_releases<false>(t->full + RING_EMPTY + 8u * from.index);
         advance(&from, S::ring_stages);
