@@ -57,6 +57,8 @@ def measured(configs: Any, *arguments: str, timer: Any = in_time, until: float =
         ("NVFP4", "sm90_nvfp4_decode", 7),
         ("NVFP4", "sm90_nvfp4_medium", 28),
         ("NVFP4", "sm90_nvfp4_prefill", 4),
+        ("MXFP8", "sm90_general_prefill", 4),
+        ("W4A16_AWQ", "sm90_general_prefill", 4),
         ("NVFP4,fp8", "sm90_nvfp4_fp8_medium", 19),
         ("NVFP4,fp8", "sm90_nvfp4_fp8_prefill", 6),
     ],

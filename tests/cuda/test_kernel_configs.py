@@ -59,6 +59,7 @@ def test_every_variant_is_a_way_of_its_own_or_the_choice(kind, rows, columns):
     ("cuda:sm90_nvfp4_decode", ("NVFP4", "exact", False), 8, 5),
     ("cuda:sm90_nvfp4_medium", ("NVFP4", "exact", False), 64, 8),
     ("cuda:sm90_nvfp4_prefill", ("NVFP4", "exact", False), 512, 4),
+    ("cuda:sm90_general_prefill", ("MXFP8", "exact", False), 512, 4),
     ("cuda:sm90_nvfp4_fp8_medium", ("NVFP4", "fp8", False), 64, 8),
     ("cuda:sm90_nvfp4_fp8_prefill", ("NVFP4", "fp8", True), 512, 6),
 ])  # fmt: skip

@@ -20,6 +20,7 @@
     X(SM90_GENERAL)                                                                                \
     X(SM90_NVFP4_MEDIUM)                                                                           \
     X(SM90_NVFP4_PREFILL)                                                                          \
+    X(SM90_GENERAL_PREFILL)                                                                        \
     X(SM90_NVFP4_FP8_PREFILL)                                                                      \
     X(SM90_NVFP4_FP8_MEDIUM)                                                                       \
     X(CUBLASLT)                                                                                    \

@@ -8,6 +8,9 @@
 /* Columns of NVFP4 weights that are multiplied as FP8 codes. */
 #define FOLDED_COLUMNS (1 << 16)
 
+/* Columns of a step of the kernels for Hopper of weights that general kernels read. */
+#define GENERAL_STEP 128
+
 /* ---- devices ---- */
 
 bool moq_is_on_cuda(const moq_linear_spec *spec, char *reason, size_t size) {
@@ -146,6 +149,32 @@ bool moq_is_general(const moq_linear_spec *spec, char *reason, size_t size) {
         snprintf(reason, size, "multiplies 16-bit activations, the layer has float32");
     else
         return true;
+    return false;
+}
+
+static bool suits_general_words(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (spec->weight == MOQ_WEIGHT_INT8_ROW)
+        return moq_is_multiple_of_16("in_features", spec->in_features, reason, size);
+    if (spec->in_features % GENERAL_STEP)
+        snprintf(reason, size, "needs in_features to be a multiple of %d, got %lld", GENERAL_STEP,
+                 (long long)spec->in_features);
+    else if (spec->weight == MOQ_WEIGHT_INT4_GROUP && spec->group_size != GENERAL_STEP)
+        snprintf(reason, size, "needs groups of %d, got %d", GENERAL_STEP, spec->group_size);
+    else if (spec->weight == MOQ_WEIGHT_E4M3_GROUP && spec->dtype != MOQ_DT_BF16)
+        snprintf(reason, size, "multiplies MXFP8 weights by bfloat16, the layer has %s",
+                 moq_dtype_name(spec->dtype));
+    else
+        return true;
+    return false;
+}
+
+bool moq_suits_general_sm90(const moq_linear_spec *spec, char *reason, size_t size) {
+    if (!moq_is_on_sm90(spec, reason, size) || !moq_is_general(spec, reason, size) ||
+        !moq_has_int_rows(spec, reason, size) || !suits_general_words(spec, reason, size))
+        return false;
+    if (spec->input == MOQ_INPUT_AS_IS)
+        return true;
+    snprintf(reason, size, "multiplies x as it is, %s quantizes it", spec->algo);
     return false;
 }
 

@@ -52,6 +52,10 @@ bool moq_suits_folding(const moq_linear_spec *spec, char *reason, size_t size);
 /* MXFP8, int8 and int4 weights with 16-bit activations. */
 bool moq_is_general(const moq_linear_spec *spec, char *reason, size_t size);
 
+/* MXFP8, int8 and int4 weights on compute capability 9.0, with x as it is and scales a word for a
+ * row and 128 columns. */
+bool moq_suits_general_sm90(const moq_linear_spec *spec, char *reason, size_t size);
+
 /* Groups of int4 weights, if it has any, of a multiple of so many columns. */
 bool moq_has_groups(const moq_linear_spec *spec, int multiple, char *reason, size_t size);
 

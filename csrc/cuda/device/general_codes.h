@@ -60,6 +60,17 @@ static __device__ __forceinline__ uint32_t widen(uint32_t pair, int row,
                                base | 0x00080008u);
 }
 
+/* Exponents of E8M0 scales are lowered by 8, so that bf16 holds a scale times 2^120 up to 2^15;
+ * larger ones become infinite. */
+#define LOWERED 256.0f
+
+/* Returns 2^112 times the scale of a group of 32 columns, byte `group` of a word, twice: what makes
+ * of e4m3 * 2^-120 the weight * 2^-8. */
+static __device__ __forceinline__ uint32_t e8m0_factor(uint32_t word, int group) {
+    uint32_t code = __byte_perm(word, 0, 0x4040 + 0x101 * group);
+    return (__vminu2(code, 0x008f008fu) + 0x00700070u) << 7;
+}
+
 } // namespace moq
 
 #endif

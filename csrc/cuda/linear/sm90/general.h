@@ -16,10 +16,6 @@ namespace moq::general {
 
 using namespace nvfp4_medium;
 
-/* Exponents of E8M0 scales are lowered by 8, so that bf16 holds a scale times 2^120 up to 2^15;
- * larger ones become infinite. */
-#define LOWERED 256.0f
-
 struct row_copies;
 
 /* Tile of a block, as in nvfp4_medium.h: 64 rows of W for each of ROW_GROUPS, by T tokens. */
@@ -136,13 +132,6 @@ template <class S> static __device__ __forceinline__ void advance_words(scale_wo
 
 /* ---- decoding ---- */
 
-/* Returns 2^112 times the scale of a group of 32 columns, twice: what makes of e4m3 * 2^-120 the
- * weight * 2^-8. */
-static __device__ __forceinline__ uint32_t factor_of(uint32_t word, int group) {
-    uint32_t code = __byte_perm(word, 0, 0x4040 + 0x101 * group);
-    return (__vminu2(code, 0x008f008fu) + 0x00700070u) << 7;
-}
-
 /* Widens a piece of a step. */
 template <class S>
 static __device__ __forceinline__ void widen_piece(const consumer_pipeline *t, const stage_place *s,
@@ -157,7 +146,7 @@ static __device__ __forceinline__ void widen_piece(const consumer_pipeline *t, c
 #pragma unroll
         for (int row = 0; row < 2; row++) {
             if (KIND == E4M3_MX && i % 2 == 0)
-                factor[row] = factor_of(words->now[row], product / 2);
+                factor[row] = e8m0_factor(words->now[row], product / 2);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 uint32_t at = from + 8 * half + (KIND == INT4 ? 0 : row * (8 * STEP));

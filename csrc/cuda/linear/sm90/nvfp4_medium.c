@@ -210,33 +210,9 @@ static bool work_general(const moq_problem *p, int config, moq_load *w) {
 static const moq_configs GENERAL = {
     .configs = 2 * GENERAL_COUNT, .rates = GENERAL_RATES, .work = work_general};
 
-/* True if scales come a word for a row and 128 columns. */
-static bool suits_scales(const moq_linear_spec *spec, char *reason, size_t size) {
-    if (spec->weight == MOQ_WEIGHT_INT8_ROW)
-        return moq_is_multiple_of_16("in_features", spec->in_features, reason, size);
-    if (spec->in_features % MOQ_NVFP4_MEDIUM_STEP)
-        snprintf(reason, size, "needs in_features to be a multiple of %d, got %lld",
-                 MOQ_NVFP4_MEDIUM_STEP, (long long)spec->in_features);
-    else if (spec->weight == MOQ_WEIGHT_INT4_GROUP && spec->group_size != MOQ_NVFP4_MEDIUM_STEP)
-        snprintf(reason, size, "needs groups of %d, got %d", MOQ_NVFP4_MEDIUM_STEP,
-                 spec->group_size);
-    else if (spec->weight == MOQ_WEIGHT_E4M3_GROUP && spec->dtype != MOQ_DT_BF16)
-        snprintf(reason, size, "multiplies MXFP8 weights by bfloat16, the layer has %s",
-                 moq_dtype_name(spec->dtype));
-    else
-        return true;
-    return false;
-}
-
 static bool can_run_general(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
-    if (!moq_is_on_sm90(spec, reason, size) || !moq_is_general(spec, reason, size) ||
-        !moq_has_int_rows(spec, reason, size) || !suits_scales(spec, reason, size) ||
-        !moq_takes_tokens(m, GENERAL_MOST, reason, size))
-        return false;
-    if (spec->input == MOQ_INPUT_AS_IS)
-        return true;
-    snprintf(reason, size, "multiplies x as it is, %s quantizes it", spec->algo);
-    return false;
+    return moq_suits_general_sm90(spec, reason, size) &&
+           moq_takes_tokens(m, GENERAL_MOST, reason, size);
 }
 
 MOQ_ENTRY moq_status moq_cuda_general(const moq_linear_call *call, moq_err *err);

@@ -51,6 +51,7 @@ typedef struct {
     const float *output_scale; /* [N] */
     const float *fold_scale;   /* FP8 products: [N], powers of two */
     const float *x_scale;      /* FP8 products: token scales, for whole tiles of tokens */
+    const void *weight_scale;  /* scales beside W: [N, steps] words (general_prefill.h) */
 } gemm_args;
 
 /* Tile of a block; a pair of blocks has 256 rows by T tokens or 128 rows by 2T tokens. FAST: sums
@@ -69,6 +70,15 @@ template <operand_type TYPE, int T_, moq_sharing SHARE, bool FAST> struct tile {
     static constexpr bool quantized = TYPE == AS_E4M3, fast = FAST;
     static constexpr int units = quantized ? 2 : 1;                 /* units of a slab in a step */
     static constexpr int slabs = share_weights ? SLABS / 2 : SLABS; /* slabs that a block copies */
+    static constexpr int halves = 1;                                /* stages of a step */
+    static constexpr int ring_stages = 0; /* where W has a pipeline of its own */
+    static constexpr bool ring = ring_stages > 0;
+    /* Outputs are scaled by a factor of their row, if rows have any, and by a number. */
+    static constexpr bool row_factors = true;
+    static constexpr float unit = MOQ_NVFP4_FACTOR;
+    /* Rows of W that a thread has of each 16: g and g + 8, or 2g and 2g + 1. */
+    static constexpr bool paired_rows = false;
+    static constexpr bool adds = !quantized; /* outputs may get an addend */
     static constexpr int token_bytes = T * 128, slab_bytes = units * MOQ_PACK_BYTES;
     static constexpr int weight_bytes = slabs * slab_bytes;
     /* Threads that fold weights into e4m3, and registers of consumers and of folding threads. */
@@ -108,7 +118,7 @@ static __device__ __forceinline__ void fetch_tile_scales(const gemm_args *a, til
                                                          const tile_place *at, int group) {
     int thread = threadIdx.x % 128, n = at->row + group * 64 + thread % 64;
     int row = n < a->n ? n : 0, bytes = n < a->n ? 4 : 0;
-    if (thread < 64)
+    if (S::row_factors && thread < 64)
         copy_async_4(shared_address(&b->factor[thread]), a->output_scale + row, bytes);
     else if (S::quantized)
         copy_async_4(shared_address(&b->fold[thread - 64]), a->fold_scale + row, bytes);
@@ -221,10 +231,21 @@ typedef struct {
 /* Returns what a row's sums are scaled by. */
 template <class S>
 static __device__ __forceinline__ float factor_of(const tile_scales<S> *b, int row) {
+    if (!S::row_factors)
+        return S::unit;
     if (!S::quantized)
-        return b->factor[row] * MOQ_NVFP4_FACTOR;
+        return b->factor[row] * S::unit;
     return b->factor[row] * moq_unfold(b->fold[row]);
 }
+
+/* Returns the first of the two rows that a thread has of the 64 of a warpgroup. */
+template <class S> static __device__ __forceinline__ int row_of_thread(void) {
+    int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+    return thread / 32 * 16 + lane / 4 * (S::paired_rows ? 2 : 1);
+}
+
+/* Distance of a thread's two rows. */
+template <class S> constexpr int APART = S::paired_rows ? 1 : 8;
 
 /* Adds an addend to two outputs of row n of W, of token m and the next one. */
 static __device__ __forceinline__ void add_addends(const gemm_args *a, int m, int n, float &low,
@@ -234,6 +255,20 @@ static __device__ __forceinline__ void add_addends(const gemm_args *a, int m, in
         low = __fadd_rn(low, addend[0]);
     if (n < a->n && m + 1 < a->m)
         high = __fadd_rn(high, addend[a->out.addend_stride]);
+}
+
+/* Stages outputs of 16 tokens from `first` on: of rows 2g and 2g + 1, of two tokens each, of eight
+ * tokens after eight. */
+static __device__ __forceinline__ void stage_pairs(uint32_t room, int first,
+                                                   const uint32_t (&matrix)[4]) {
+    int lane = threadIdx.x % 32, piece = threadIdx.x / 32 % 4 * 2 + lane / 16;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int token = first + i / 2 * 8 + lane % 4 * 2 + i % 2;
+        uint32_t pair =
+            __byte_perm(matrix[i / 2 * 2], matrix[i / 2 * 2 + 1], i % 2 ? 0x7632 : 0x5410);
+        store_shared_word(room + token * 128 + (piece ^ token % 8) * 16 + lane / 4 % 4 * 4, pair);
+    }
 }
 
 /* Scales, rounds and stages a chunk from token `first` on, whose tokens have their scales at `x`;
@@ -258,10 +293,14 @@ stage_outputs(const gemm_args *a, uint32_t room, int first, int row, const float
                 low = __fadd_rn(low, bias[i % 2]);
                 high = __fadd_rn(high, bias[i % 2]);
             }
-            if (!S::quantized && a->out.addend)
+            if (S::adds && a->out.addend)
                 add_addends(a, first + (half * 2 + i / 2) * 8 + lane % 4 * 2, row + 8 * (i % 2),
                             low, high);
             matrix[i] = moq_narrow_pair(a->out.dtype, low, high);
+        }
+        if (S::paired_rows) {
+            stage_pairs(room, half * 16, matrix);
+            continue;
         }
         int token = half * 16 + lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
         store_matrices_turned(room + token * 128 + (piece ^ token % 8) * 16, matrix);
@@ -289,7 +328,7 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const out
                                                    int group, const float *sum) {
     static_assert(S::T % (TOGETHER * CHUNK) == 0, "all chunks leave together with others");
     int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
-    int row = at->row + group * 64, own = warp * 16 + lane / 4;
+    int row = at->row + group * 64, own = warp * 16 + lane / 4 * (S::paired_rows ? 2 : 1);
     float factor[2], bias[2];
     copy_async_wait<0>();
     if (thread == 0)
@@ -297,8 +336,8 @@ static __device__ __forceinline__ void write_boxes(const gemm_args *a, const out
     barrier_sync(2 + group, 128);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        int n = row + own + 8 * i;
-        factor[i] = factor_of<S>(b, own + 8 * i);
+        int n = row + own + APART<S> * i;
+        factor[i] = factor_of<S>(b, own + APART<S> * i);
         bias[i] = n < a->n ? moq_load_bias(&a->out, n) : 0.0f;
     }
 #pragma unroll
