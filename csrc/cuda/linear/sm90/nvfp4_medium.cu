@@ -55,7 +55,7 @@ gemm_args begin_args(const moq_linear_call *call, const moq_nvfp4_medium_config 
                    .columns = (int)config->columns,
                    .tokens = (int)moq_nvfp4_medium_tokens(call->m, config),
                    .stages = l.stages,
-                   .flight = flight > 1 ? flight : 1,
+                   .flight = flight > 2 ? flight : 2,
                    .split_steps = (int)(steps / config->cluster),
                    .more_splits = (int)(steps % config->cluster),
                    .room = after,
