@@ -73,6 +73,24 @@ def test_every_config_for_hopper(rng: Any, algo: str, dtype: str, columns: int, 
             assert_close(to_numpy(out), expected, dtype)
 
 
+def test_exponents_at_either_end_for_hopper(rng: Any, monkeypatch: Any) -> None:
+    """Rows of every power of two that the kernel holds, and one more, which must not look like a number."""
+    needs_hopper()
+    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:sm90_general")
+    low, high = 127 - 108, 127 + 23
+    case = random_case(rng, "MXFP8", 256, [high - low + 2])
+    powers = np.arange(low, high + 2, dtype=np.uint8)
+    case.parts[0]["weight_scale"] = np.repeat(powers[:, None], 8, 1)
+    method = case.method(device="cuda:0")
+    params = method.prepare(params_to_cuda(case.listed()))
+    x = random_x(rng, (9, 256), "bfloat16")
+    y = reference.as_float32(to_numpy(method(to_cuda(x, "bfloat16"), params))).astype(np.float64)
+    expected = case.expected(reference.as_float32(x))[:, :-1]
+    assert not np.isfinite(y[:, -1]).any()
+    errors = np.linalg.norm(y[:, :-1] - expected, axis=0) / np.linalg.norm(expected, axis=0)
+    assert errors.max() <= 2.5e-3  # half of bfloat16's last bit is 2^-9
+
+
 @each("dtype", ["bfloat16", "float16"])
 @each("algo", GENERAL)
 def test_large_tiles(rng: Any, monkeypatch: Any, algo: str, dtype: str) -> None:

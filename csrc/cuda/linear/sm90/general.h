@@ -1,10 +1,11 @@
 /* Linear of MXFP8, int8 and int4 weights on Hopper: tile, copies and mainloops (general.cu).
  *
  * W is read as the checkpoint stores it, row by row: the copy engine brings 128 columns of the rows
- * of a tile in the 128-byte swizzle. Lane 4g + t widens codes of rows g and g + 8 into the fragment
- * of a product: of each 16 columns 2t, 2t + 1, 2t + 8 and 2t + 9. A row of int4 codes holds two
- * rows of W, and lane 4g + t has the pair g. Scales, a word for a row and a step, come a step
- * ahead. */
+ * of a tile in the 128-byte swizzle. A lane reads columns 4t to 4t + 3 of each 16 of rows g and g +
+ * 8, or of int4 of the pair g of rows, and widens them into the fragment of a product: the even
+ * ones take the place of columns 2t and 2t + 1, the odd ones that of 2t + 8 and 2t + 9. A warp
+ * sorts each 16 columns of x likewise, even ones first, where they lie. Scales, a word for a row
+ * and a step, are loaded a step ahead. */
 #ifndef MOQ_CUDA_LINEAR_SM90_GENERAL_H
 #define MOQ_CUDA_LINEAR_SM90_GENERAL_H
 
@@ -16,9 +17,9 @@ namespace moq::general {
 
 using namespace nvfp4_medium;
 
-/* Exponents of E8M0 scales are lowered by 8, so that bf16 holds a scale times 2^120 up to 2^15;
+/* Exponents of E8M0 scales are lowered by 16, so that bf16 holds a scale times 2^120 up to 2^23;
  * larger ones become infinite. */
-#define LOWERED 256.0f
+#define LOWERED 65536.0f
 
 struct row_copies;
 
@@ -39,17 +40,19 @@ struct general_tile {
     static constexpr bool split_k = SPLIT_K, pair = false;
     static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
     /* Registers of consumers and producers, where they differ. */
-    static constexpr bool uneven = consumers >= 384 || (KIND == INT4 && T == 128);
+    static constexpr bool uneven = consumers >= 384 || T == 256 || (KIND == INT4 && T == 128);
     static constexpr int registers = consumers == 512 ? 112 : consumers == 384 ? 152 : 232;
     static constexpr int copier_registers = consumers == 512 ? 32 : consumers == 384 ? 56 : 40;
     static constexpr int copier = consumers, token_arrivals = 1;
-    static constexpr int threads = consumers + (uneven ? 128 : 64);
+    static constexpr bool sorts = true;
+    static constexpr int threads = consumers + (uneven ? 128 : 96);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
     static constexpr int code_rows = KIND == INT4 ? weight_rows / 2 : weight_rows;
     static constexpr int weight_bytes = code_rows * STEP;
     static constexpr int token_size = 2, token_bytes = T * STEP * token_size;
     /* Products that a set of fragments is for. */
-    static constexpr int depth = KIND == INT4 && T == 64 && consumers == 512 ? 2 : 4;
+    static constexpr int sums = KIND == INT4 ? T : T / 2; /* of a thread */
+    static constexpr int depth = sums >= 64 && consumers == 512 ? 2 : 4;
     static constexpr int pieces = STEP / 16 / depth;
     static constexpr int first_copies = ROW_GROUPS == 1 ? 3 : 1;
     static constexpr bool early = false;
@@ -58,6 +61,14 @@ struct general_tile {
     static constexpr bool tokens_first = false, row_factors = KIND == INT8, token_factors = false;
     static constexpr float unit = KIND == E4M3_MX ? LOWERED : 1.0f;
 };
+
+static __device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) {
+    return __byte_perm(a, b, 0x5410);
+}
+
+static __device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
+    return __byte_perm(a, b, 0x7632);
+}
 
 struct row_copies {
     template <class S>
@@ -76,16 +87,38 @@ struct row_copies {
         copy_tokens<S>(a, p, f);
     }
 
-    /* Returns where this lane reads codes in the first stage, but for the swizzle. */
+    /* Returns the address that this lane names to ldmatrix for the first codes in the first stage:
+     * its row of the first 8 or the next, or of int4 of the only 8, and its 16 columns. */
     template <class S> static __device__ __forceinline__ uint32_t codes(uint32_t pipeline) {
-        uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        uint32_t row = slab_of_warp<S>() * (S::kind == INT4 ? 8 : 16) + g;
-        return pipeline + S::token_bytes + row * STEP + g * 16 + 2 * t;
+        uint32_t lane = threadIdx.x % 32, matrix = lane / 8;
+        uint32_t row = slab_of_warp<S>() * (S::kind == INT4 ? 8 : 16) + lane % 8;
+        uint32_t part = S::kind == INT4 ? matrix : matrix / 2;
+        if (S::kind != INT4)
+            row += matrix % 2 * 8;
+        return pipeline + S::token_bytes + row * STEP + (part ^ lane % 8) * 16;
     }
 
     /* Scales do not pass through shared memory. */
     template <class S> static __device__ __forceinline__ uint32_t scales(uint32_t pipeline) {
         return pipeline;
+    }
+
+    /* Sorts each 16 columns of the tokens of a stage, even ones first. */
+    template <class S>
+    static __device__ __forceinline__ void sort(const gemm_args *a, uint32_t stage) {
+        int lane = threadIdx.x % 32;
+#pragma unroll 1
+        for (int token = lane / 4; token < a->tokens; token += 8) {
+            uint32_t at = stage + token * 128 + (lane % 4 * 2 ^ token % 8) * 16;
+#pragma unroll
+            for (int box = 0; box < 2; box++, at += S::T * 128) {
+                uint4 v = load_shared(at), w = load_shared(at ^ 16);
+                store_shared(at, make_uint4(low_halves(v.x, v.y), low_halves(v.z, v.w),
+                                            low_halves(w.x, w.y), low_halves(w.z, w.w)));
+                store_shared(at ^ 16, make_uint4(high_halves(v.x, v.y), high_halves(v.z, v.w),
+                                                 high_halves(w.x, w.y), high_halves(w.z, w.w)));
+            }
+        }
     }
 };
 
@@ -113,6 +146,9 @@ static __device__ __forceinline__ scale_words find_words(const gemm_args *a, con
     for (int i = 0; i < 2; i++) {
         int row = slab + (S::kind == INT4 ? 2 * g + i : g + 8 * i);
         s.row[i] = (const uint32_t *)a->weight_scale + (int64_t)min(row, a->n - 1) * a->steps;
+        /* From memory a word takes longer than a step. */
+        for (int at = threadIdx.x % 4 * 32; at < a->steps; at += 4 * 32)
+            prefetch_l2(s.row[i] + at);
     }
     s.first = w->first;
     s.end = w->end;
@@ -136,56 +172,85 @@ template <class S> static __device__ __forceinline__ void advance_words(scale_wo
 
 /* ---- decoding ---- */
 
-/* Returns 2^112 times the scale of a group of 32 columns, twice: what makes of e4m3 * 2^-120 the
- * weight * 2^-8. */
-static __device__ __forceinline__ uint32_t factor_of(uint32_t word, int group) {
-    uint32_t code = __byte_perm(word, 0, 0x4040 + 0x101 * group);
-    return (__vminu2(code, 0x008f008fu) + 0x00700070u) << 7;
+/* Returns 2^104 times the scales of groups i and i + 2 of a row, in two halves: what makes of e4m3
+ * * 2^-120 the weight * 2^-16. */
+static __device__ __forceinline__ uint32_t factors_of(uint32_t word, int i) {
+    uint32_t codes = word >> 8 * i & 0x00ff00ffu;
+    return (__vminu2(codes, 0x00970097u) + 0x00680068u) << 7;
 }
 
-/* Widens a piece of a step. */
+/* Widens the even and the odd two of four columns, of the first or the second row of int4. */
+template <class S>
+static __device__ __forceinline__ void widen_four(uint32_t word, int row, uint32_t factor,
+                                                  uint32_t *even, uint32_t *odd) {
+    constexpr bool UPPER = S::kind == E4M3_MX; /* what is widened is in the upper bytes */
+    *even = widen<S::kind, S::type>(UPPER ? word << 8 : word, row, factor);
+    *odd = widen<S::kind, S::type>(UPPER ? word : word >> 8, row, factor);
+}
+
+/* Widens a piece of a step; `factor` has those of both rows. */
 template <class S>
 static __device__ __forceinline__ void widen_piece(const consumer_pipeline *t, const stage_place *s,
-                                                   const scale_words *words, int piece,
+                                                   const uint32_t (&factor)[2][2], int piece,
                                                    fragments<S> *f) {
-    constexpr int KIND = S::kind;
-    uint32_t factor[2] = {};
+    constexpr int AT_ONCE = S::kind == INT4 && S::depth == 4 ? 4 : 2; /* products of a load */
 #pragma unroll
-    for (int i = 0; i < S::depth; i++) {
+    for (int i = 0; i < S::depth; i += AT_ONCE) {
         int product = piece * S::depth + i;
-        uint32_t from = (t->codes + s->at) ^ (product << 4);
+        uint32_t word[4];
+        load_matrices(word, (t->codes + s->at) ^ (product << 4));
 #pragma unroll
-        for (int row = 0; row < 2; row++) {
-            if (KIND == E4M3_MX && i % 2 == 0)
-                factor[row] = factor_of(words->now[row], product / 2);
+        for (int j = 0; j < AT_ONCE; j++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                uint32_t at = from + 8 * half + (KIND == INT4 ? 0 : row * (8 * STEP));
-                f->a[i][2 * half + row] =
-                    widen<KIND, S::type>(spread<KIND>(load_shared_half(at), 0), row, factor[row]);
-            }
-        }
+            for (int row = 0; row < 2; row++)
+                widen_four<S>(
+                    word[S::kind == INT4 ? j : 2 * j + row], row,
+                    moq_nvfp4_twice(factor[row][(product + j) / 2 % 2], (product + j) / 4 != 0),
+                    &f->a[i + j][row], &f->a[i + j][2 + row]);
     }
 }
 
 /* Decoder of rows of 8-bit codes. */
 template <int KIND> struct row_decoder {
     scale_words words;
+    uint32_t factor[2][2];
 
     template <class S>
     __device__ __forceinline__ void begin_step(const consumer_pipeline *, const stage_place *) {
-        if (KIND == E4M3_MX)
-            advance_words<S>(&words);
+        if (KIND != E4M3_MX)
+            return;
+        advance_words<S>(&words);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            factor[i / 2][i % 2] = factors_of(words.now[i / 2], i % 2);
     }
 
     template <class S>
     __device__ __forceinline__ void decode(const consumer_pipeline *t, const stage_place *s,
                                            int piece, fragments<S> *f) const {
-        widen_piece<S>(t, s, &words, piece, f);
+        widen_piece<S>(t, s, factor, piece, f);
     }
 };
 
 /* ---- int4: sums of a step are scaled and added to those of the tile ---- */
+
+/* Issues the products of a piece; those of the first one begin the sums of the step. */
+template <class S>
+static __device__ __forceinline__ void issue_part(const consumer_pipeline *t, const stage_place *s,
+                                                  int piece, const fragments<S> *f,
+                                                  float (&part)[S::T / 2]) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < S::depth; i++) {
+        int product = piece * S::depth + i;
+        uint64_t x = t->tokens + s->at / 16 + product / 4 * (S::T * STEP / 16) + product % 4 * 2;
+        if constexpr (S::type == MOQ_NVFP4_F16)
+            wgmma_f16(part, f->a[i], x, product);
+        else
+            wgmma_bf16(part, f->a[i], x, product);
+    }
+    wgmma_commit();
+}
 
 template <class S>
 static __device__ __forceinline__ void add_scaled(const scale_words *words, float (&part)[S::T / 2],
@@ -220,38 +285,36 @@ template <class S>
 static __device__ __forceinline__ void multiply_groups(const consumer_pipeline *t,
                                                        scale_words words, int steps, stage_place *s,
                                                        float (&sum)[S::T / 2]) {
+    constexpr uint32_t NO_FACTORS[2][2] = {};
     fragments<S> set[2] = {};
     float part[S::T / 2];
     if (steps <= 0)
         return;
     mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
-    widen_piece<S>(t, s, &words, 0, &set[0]);
+    widen_piece<S>(t, s, NO_FACTORS, 0, &set[0]);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
         stage_place now = *s;
         advance_words<S>(&words);
-#pragma unroll
-        for (int i = 0; i < S::T / 2; i++)
-            part[i] = 0.0f;
         mbarrier_wait(t->barriers.tokens + now.barriers, now.parity);
 #pragma unroll
         for (int piece = 0; piece < S::pieces; piece++) {
             fragments<S> *other = &set[1 - piece % 2];
-            issue<S>(t, &now, piece, &set[piece % 2], part);
+            issue_part<S>(t, &now, piece, &set[piece % 2], part);
             if (piece + 1 == S::pieces)
                 break;
             if (piece > 0) {
                 wgmma_wait<1>();
                 give_up<S>(other);
             }
-            widen_piece<S>(t, &now, &words, piece + 1, other);
+            widen_piece<S>(t, &now, NO_FACTORS, piece + 1, other);
         }
         advance_own<S>(s, t->stages);
         if (left > 1) {
             mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
             wgmma_wait<1>();
             give_up<S>(&set[0]);
-            widen_piece<S>(t, s, &words, 0, &set[0]);
+            widen_piece<S>(t, s, NO_FACTORS, 0, &set[0]);
         }
         wgmma_wait<0>();
         give_up<S>(&set[1]);
@@ -283,7 +346,7 @@ template <class S> struct products {
         if constexpr (S::kind == INT4)
             multiply_groups<S>(t, words, steps, s, sum);
         else
-            nvfp4_medium::multiply<S>(t, row_decoder<S::kind>{words}, steps, s, sum);
+            nvfp4_medium::multiply<S>(t, row_decoder<S::kind>{words, {}}, steps, s, sum);
     }
 };
 
