@@ -19,7 +19,8 @@ namespace moq::general {
 
 #define BFLOAT16(...) GENERAL_VARIANT(E4M3_MX, MOQ_NVFP4_BF16, __VA_ARGS__)
 
-static const variant E4M3_VARIANTS[] = {MOQ_GENERAL_SHAPES(BFLOAT16)};
+static const variant E4M3_VARIANTS[] = {MOQ_GENERAL_SHAPES(BFLOAT16)
+                                            MOQ_GENERAL_WIDE_SHAPES(BFLOAT16)};
 
 static const variant *variants_of(const moq_linear_spec *spec) {
     switch (spec->weight) {
@@ -36,7 +37,7 @@ static const variant *variants_of(const moq_linear_spec *spec) {
 static moq_status map_rows(CUtensorMap *map, const moq_linear_call *call,
                            const moq_nvfp4_medium_config *config, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    int64_t box = moq_code_rows_of(spec->weight, config->shape->row_groups * 64);
+    int64_t box = moq_code_rows_of(spec->weight, config->rows);
     return moq_tensor_map_rows(map, call->weight,
                                moq_code_rows_of(spec->weight, spec->out_features),
                                spec->in_features, spec->in_features, (uint32_t)box, err);

@@ -23,11 +23,23 @@ using namespace nvfp4_medium;
 
 struct row_copies;
 
-/* Tile of a block, as in nvfp4_medium.h: 64 rows of W for each of ROW_GROUPS, by T tokens. */
+/* Tiles of a->rows rows of W. */
+struct row_tiles {
+    template <class S>
+    static __device__ __forceinline__ tile_place find(const gemm_args *a, int number, int) {
+        tile_index tile = {number, (int)blockIdx.z};
+        if constexpr (!S::split_k)
+            tile = tile_of_rows(number, a->columns);
+        int row = tile.row * a->rows, token = tile.column * a->tokens;
+        return {row, min(row + a->rows, a->n), 0, token, min(token + a->tokens, a->m)};
+    }
+};
+
+/* Tile of a block, as in nvfp4_medium.h: up to 64 rows of W for each of ROW_GROUPS, by T tokens. */
 template <int KIND, moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K>
 struct general_tile {
     typedef gemm_args args;
-    typedef layer_tiles<false> tiles;
+    typedef row_tiles tiles;
     typedef row_copies copies;
     static constexpr bool stream_k = true, staggered = true;
     static constexpr bool share_tokens = false, share_weights = false;
@@ -46,9 +58,8 @@ struct general_tile {
     static constexpr int copier = consumers, token_arrivals = 1;
     static constexpr bool sorts = true;
     static constexpr int threads = consumers + (uneven ? 128 : 96);
-    static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
-    static constexpr int code_rows = KIND == INT4 ? weight_rows / 2 : weight_rows;
-    static constexpr int weight_bytes = code_rows * STEP;
+    static constexpr int tokens = T;
+    static constexpr int weight_bytes = 64 * ROW_GROUPS * STEP / (KIND == INT4 ? 2 : 1);
     static constexpr int token_size = 2, token_bytes = T * STEP * token_size;
     /* Products that a set of fragments is for. */
     static constexpr int sums = KIND == INT4 ? T : T / 2; /* of a thread */
@@ -72,13 +83,13 @@ static __device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
 
 struct row_copies {
     template <class S>
-    static __device__ __forceinline__ void weights(const gemm_args *, const producer_pipeline *p,
+    static __device__ __forceinline__ void weights(const gemm_args *a, const producer_pipeline *p,
                                                    const next_copy *f) {
+        constexpr int ROWS = S::kind == INT4 ? 2 : 1; /* of W in a row of codes */
         uint32_t to = p->pipeline + (uint32_t)(f->slot.index * S::stage + S::token_bytes);
         uint32_t bar = p->barriers.weights + 8u * f->slot.index;
-        int row = S::kind == INT4 ? f->where.row / 2 : f->where.row;
-        mbarrier_expect(bar, S::weight_bytes);
-        copy_box_2d(to, p->weights, f->step * STEP, row, bar, p->weight_policy);
+        mbarrier_expect(bar, a->rows / ROWS * STEP);
+        copy_box_2d(to, p->weights, f->step * STEP, f->where.row / ROWS, bar, p->weight_policy);
     }
 
     template <class S>
@@ -98,9 +109,11 @@ struct row_copies {
         return pipeline + S::token_bytes + row * STEP + (part ^ lane % 8) * 16;
     }
 
-    /* Scales do not pass through shared memory. */
+    /* Scales do not pass through shared memory. Returns the address that this lane names to
+     * ldmatrix for the first 32 columns of eight tokens. */
     template <class S> static __device__ __forceinline__ uint32_t scales(uint32_t pipeline) {
-        return pipeline;
+        uint32_t lane = threadIdx.x % 32, token = lane % 8;
+        return pipeline + token * 128 + (lane / 8 ^ token) * 16;
     }
 
     /* Sorts each 16 columns of the tokens of a stage, even ones first. */
@@ -179,6 +192,13 @@ static __device__ __forceinline__ uint32_t factors_of(uint32_t word, int i) {
     return (__vminu2(codes, 0x00970097u) + 0x00680068u) << 7;
 }
 
+static __device__ __forceinline__ void find_factors(const scale_words *words,
+                                                    uint32_t (&factor)[2][2]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        factor[i / 2][i % 2] = factors_of(words->now[i / 2], i % 2);
+}
+
 /* Widens the even and the odd two of four columns, of the first or the second row of int4. */
 template <class S>
 static __device__ __forceinline__ void widen_four(uint32_t word, int row, uint32_t factor,
@@ -188,25 +208,35 @@ static __device__ __forceinline__ void widen_four(uint32_t word, int row, uint32
     *odd = widen<S::kind, S::type>(UPPER ? word : word >> 8, row, factor);
 }
 
-/* Widens a piece of a step; `factor` has those of both rows. */
+/* Products whose codes are loaded at once by `depth` of them. */
+template <class S, int DEPTH> constexpr int AT_ONCE = S::kind == INT4 && DEPTH >= 4 ? 4 : 2;
+
+/* Widens the codes of a product, the j-th of a load; `factor` has those of both rows. */
+template <class S>
+static __device__ __forceinline__ void widen_product(const uint32_t (&word)[4], int j,
+                                                     const uint32_t (&factor)[2][2], int product,
+                                                     uint32_t (&a)[4]) {
+#pragma unroll
+    for (int row = 0; row < 2; row++)
+        widen_four<S>(word[S::kind == INT4 ? j : 2 * j + row], row,
+                      moq_nvfp4_twice(factor[row][product / 2 % 2], product / 4 != 0), &a[row],
+                      &a[2 + row]);
+}
+
+/* Widens a piece of a step. */
 template <class S>
 static __device__ __forceinline__ void widen_piece(const consumer_pipeline *t, const stage_place *s,
                                                    const uint32_t (&factor)[2][2], int piece,
                                                    fragments<S> *f) {
-    constexpr int AT_ONCE = S::kind == INT4 && S::depth == 4 ? 4 : 2; /* products of a load */
+    constexpr int LOAD = AT_ONCE<S, S::depth>;
 #pragma unroll
-    for (int i = 0; i < S::depth; i += AT_ONCE) {
+    for (int i = 0; i < S::depth; i += LOAD) {
         int product = piece * S::depth + i;
         uint32_t word[4];
         load_matrices(word, (t->codes + s->at) ^ (product << 4));
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++)
-#pragma unroll
-            for (int row = 0; row < 2; row++)
-                widen_four<S>(
-                    word[S::kind == INT4 ? j : 2 * j + row], row,
-                    moq_nvfp4_twice(factor[row][(product + j) / 2 % 2], (product + j) / 4 != 0),
-                    &f->a[i + j][row], &f->a[i + j][2 + row]);
+        for (int j = 0; j < LOAD; j++)
+            widen_product<S>(word, j, factor, product + j, f->a[i + j]);
     }
 }
 
@@ -220,9 +250,7 @@ template <int KIND> struct row_decoder {
         if (KIND != E4M3_MX)
             return;
         advance_words<S>(&words);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            factor[i / 2][i % 2] = factors_of(words.now[i / 2], i % 2);
+        find_factors(&words, factor);
     }
 
     template <class S>
@@ -325,6 +353,63 @@ static __device__ __forceinline__ void multiply_groups(const consumer_pipeline *
     sort_rows<S>(sum);
 }
 
+/* ---- up to eight tokens: each warp multiplies on its own ---- */
+
+template <class S>
+static __device__ __forceinline__ void multiply_by_warp(float (&sum)[4], const uint32_t (&a)[4],
+                                                        const uint32_t (&b)[2]) {
+    if constexpr (S::type == MOQ_NVFP4_F16)
+        mma_f16(sum, a, b);
+    else
+        mma_bf16(sum, a, b);
+}
+
+/* Adds `steps` steps from `s` on to the sums. Even and odd products have sums of their own, and so
+ * has each step of int4. */
+template <class S>
+static __device__ __forceinline__ void multiply_by_warps(const consumer_pipeline *t,
+                                                         scale_words words, int steps,
+                                                         stage_place *s, float (&sum)[4]) {
+    constexpr int LOAD = AT_ONCE<S, 8>, PRODUCTS = STEP / 16;
+    constexpr bool GROUPS = S::kind == INT4;
+    float part[2][4] = {};
+#pragma unroll 1
+    for (int left = steps; left > 0; left--) {
+        uint32_t codes[PRODUCTS / LOAD][4], x[PRODUCTS / 2][4], factor[2][2] = {};
+        if (S::kind != INT8)
+            advance_words<S>(&words);
+        mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
+#pragma unroll
+        for (int i = 0; i < PRODUCTS / LOAD; i++)
+            load_matrices(codes[i], (t->codes + s->at) ^ (i * LOAD << 4));
+        mbarrier_wait(t->barriers.tokens + s->barriers, s->parity);
+#pragma unroll
+        for (int i = 0; i < PRODUCTS / 2; i++)
+            load_matrices(x[i], ((t->scales + s->at) ^ (i % 2 * 64)) + i / 2 * (S::T * 128));
+        release<S>(t, s);
+        advance_own<S>(s, t->stages);
+        if (S::kind == E4M3_MX)
+            find_factors(&words, factor);
+        if (GROUPS)
+            for (int i = 0; i < 8; i++)
+                part[i / 4][i % 4] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; i++) {
+            uint32_t a[4], b[2] = {x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]};
+            widen_product<S>(codes[i / LOAD], i % LOAD, factor, i, a);
+            multiply_by_warp<S>(part[i % 2], a, b);
+        }
+#pragma unroll
+        for (int i = 0; GROUPS && i < 4; i++)
+            sum[i] = __fmaf_rn(part[0][i] + part[1][i], __uint_as_float(words.now[i / 2]), sum[i]);
+    }
+#pragma unroll
+    for (int i = 0; !GROUPS && i < 4; i++)
+        sum[i] = part[0][i] + part[1][i];
+    if constexpr (GROUPS)
+        sort_rows<S>(sum);
+}
+
 /* ---- products ---- */
 
 template <class S> struct products {
@@ -343,7 +428,9 @@ template <class S> struct products {
     static __device__ __forceinline__ void multiply(const consumer_pipeline *t, rows words,
                                                     int steps, stage_place *s,
                                                     float (&sum)[S::T / 2]) {
-        if constexpr (S::kind == INT4)
+        if constexpr (S::T == 8)
+            multiply_by_warps<S>(t, words, steps, s, sum);
+        else if constexpr (S::kind == INT4)
             multiply_groups<S>(t, words, steps, s, sum);
         else
             nvfp4_medium::multiply<S>(t, row_decoder<S::kind>{words, {}}, steps, s, sum);

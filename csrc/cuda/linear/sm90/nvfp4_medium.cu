@@ -50,6 +50,7 @@ gemm_args begin_args(const moq_linear_call *call, const moq_nvfp4_medium_config 
     int64_t steps = divide_up(spec->in_features, STEP);
     gemm_args a = {.m = (int)call->m,
                    .n = (int)spec->out_features,
+                   .rows = config->rows,
                    .steps = (int)steps,
                    .row_tiles = (int)config->row_tiles,
                    .columns = (int)config->columns,

@@ -32,6 +32,7 @@ static_assert(MAX_STAGES == MOQ_NVFP4_MEDIUM_STAGES, "as the choice counts them"
 
 typedef struct {
     int m, n;
+    int rows;      /* of W in a tile (general.h) */
     int steps;     /* steps of 128 columns */
     int row_tiles; /* tiles along W */
     int columns;   /* tiles along the tokens */
