@@ -53,10 +53,19 @@ struct general_tile {
     static constexpr int consumers = 128 * ROW_GROUPS * K_GROUPS;
     /* Registers of consumers and producers, where they differ. */
     static constexpr bool uneven = consumers >= 384 || T == 256 || (KIND == INT4 && T == 128);
-    static constexpr int registers = consumers == 512 ? 112 : consumers == 384 ? 152 : 232;
-    static constexpr int copier_registers = consumers == 512 ? 32 : consumers == 384 ? 56 : 40;
+    static constexpr int few = T <= 16 ? 24 : 0; /* sums, so that the warp that sorts has more */
+    static constexpr int registers = consumers == 512   ? (few ? 104 : 112)
+                                     : consumers == 384 ? 152
+                                                        : 232;
+    static constexpr int copier_registers = consumers == 512   ? 32 + few
+                                            : consumers == 384 ? 56
+                                                               : 40;
     static constexpr int copier = consumers, token_arrivals = 1;
     static constexpr bool sorts = true;
+    /* int4 is multiplied as a positive number, whose sums begin with what that adds. */
+    static constexpr bool shifted = KIND == INT4 && T <= 16;
+    static constexpr int stage_room = shifted ? 4 * T : 0,
+                         room_bytes = MAX_STAGES * stage_room + 16;
     static constexpr int threads = consumers + (uneven ? 128 : 96);
     static constexpr int tokens = T;
     static constexpr int weight_bytes = 64 * ROW_GROUPS * STEP / (KIND == INT4 ? 2 : 1);
@@ -79,6 +88,66 @@ static __device__ __forceinline__ uint32_t low_halves(uint32_t a, uint32_t b) {
 
 static __device__ __forceinline__ uint32_t high_halves(uint32_t a, uint32_t b) {
     return __byte_perm(a, b, 0x7632);
+}
+
+/* Multiplies fragments of A and B, and adds, by a warp. */
+template <class S>
+static __device__ __forceinline__ void multiply_by_warp(float (&sum)[4], const uint32_t (&a)[4],
+                                                        const uint32_t (&b)[2]) {
+    if constexpr (S::type == MOQ_NVFP4_F16)
+        mma_f16(sum, a, b);
+    else
+        mma_bf16(sum, a, b);
+}
+
+/* Returns the address that this lane names to ldmatrix for the first 32 columns of eight tokens. */
+static __device__ __forceinline__ uint32_t tokens_of_lane(uint32_t stage) {
+    uint32_t lane = threadIdx.x % 32, token = lane % 8;
+    return stage + token * 128 + (lane / 8 ^ token) * 16;
+}
+
+/* Loads the fragments of eight tokens and 32 columns, the i-th of a step, from this lane's address.
+ */
+template <class S>
+static __device__ __forceinline__ void load_tokens(uint32_t (&x)[4], uint32_t from, int i) {
+    load_matrices(x, (from ^ i % 2 * 64) + i / 2 * (S::T * 128));
+}
+
+/* Stores for each token of a stage what a step's sums of shifted codes begin with: the sum of x by
+ * products with ones, times minus the shift. If float32 does not hold one well, all are NaN. */
+template <class S>
+static __device__ __forceinline__ void store_first_sums(const gemm_args *a, uint32_t stage,
+                                                        uint32_t to) {
+    constexpr uint32_t ONE = S::type == MOQ_NVFP4_F16 ? 0x3c003c00u : 0x3f803f80u;
+    constexpr uint32_t ONES[4] = {ONE, ONE, ONE, ONE};
+    constexpr float MOST = 1e37f;
+    int pair = threadIdx.x % 32 * 2;
+    float first[S::T / 8][2];
+    bool holds = true;
+#pragma unroll
+    for (int i = 0; i < S::T / 8; i++) {
+        float sum[2][4] = {};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint32_t x[4];
+            load_tokens<S>(x, tokens_of_lane(stage) + i * 1024, j);
+            multiply_by_warp<S>(sum[0], ONES, {x[0], x[1]});
+            multiply_by_warp<S>(sum[1], ONES, {x[2], x[3]});
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            bool is_token = pair < 8 && 8 * i + pair + j < a->tokens;
+            first[i][j] = is_token ? -INT4_SHIFT<S::type> * (sum[0][j] + sum[1][j]) : 0.0f;
+            holds = holds && fabsf(first[i][j]) < MOST;
+        }
+    }
+    holds = __all_sync(0xffffffffu, holds);
+#pragma unroll
+    for (int i = 0; i < S::T / 8; i++)
+        if (pair < 8)
+            store_shared_pair(to + (8 * i + pair) * 4,
+                              {holds ? __float_as_uint(first[i][0]) : 0x7fffffffu,
+                               holds ? __float_as_uint(first[i][1]) : 0x7fffffffu});
 }
 
 struct row_copies {
@@ -109,16 +178,14 @@ struct row_copies {
         return pipeline + S::token_bytes + row * STEP + (part ^ lane % 8) * 16;
     }
 
-    /* Scales do not pass through shared memory. Returns the address that this lane names to
-     * ldmatrix for the first 32 columns of eight tokens. */
+    /* Scales do not pass through shared memory. Returns where this lane reads tokens instead. */
     template <class S> static __device__ __forceinline__ uint32_t scales(uint32_t pipeline) {
-        uint32_t lane = threadIdx.x % 32, token = lane % 8;
-        return pipeline + token * 128 + (lane / 8 ^ token) * 16;
+        return tokens_of_lane(pipeline);
     }
 
     /* Sorts each 16 columns of the tokens of a stage, even ones first. */
     template <class S>
-    static __device__ __forceinline__ void sort(const gemm_args *a, uint32_t stage) {
+    static __device__ __forceinline__ void sort(const gemm_args *a, uint32_t stage, uint32_t room) {
         int lane = threadIdx.x % 32;
 #pragma unroll 1
         for (int token = lane / 4; token < a->tokens; token += 8) {
@@ -132,6 +199,10 @@ struct row_copies {
                                                  high_halves(w.x, w.y), high_halves(w.z, w.w)));
             }
         }
+        if constexpr (S::shifted) {
+            __syncwarp();
+            store_first_sums<S>(a, stage, room);
+        }
     }
 };
 
@@ -139,15 +210,15 @@ struct row_copies {
 
 /* The lane's words of its two rows: of the current step, and of the next of this warpgroup. */
 typedef struct {
-    const uint32_t *row[2];
+    const uint32_t *from; /* of `next`, of the first row */
+    int apart;            /* from a row to the other */
     uint32_t now[2], next[2];
     int step, first, end; /* step of `next`; steps of the tile, which wrap around */
 } scale_words;
 
 static __device__ __forceinline__ void load_words(scale_words *s) {
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        s->next[i] = __ldg(s->row[i] + s->step);
+    s->next[0] = __ldg(s->from);
+    s->next[1] = __ldg(s->from + s->apart);
 }
 
 template <class S>
@@ -155,19 +226,22 @@ static __device__ __forceinline__ scale_words find_words(const gemm_args *a, con
                                                          int first) {
     int g = threadIdx.x % 32 / 4, slab = first + threadIdx.x % 128 / 32 * 16;
     int tile = S::split_k ? w->number : w->number / a->columns;
+    int upper = min(slab + (S::kind == INT4 ? 2 * g : g), a->n - 1);
+    int lower = min(slab + (S::kind == INT4 ? 2 * g + 1 : g + 8), a->n - 1);
     scale_words s = {};
-    for (int i = 0; i < 2; i++) {
-        int row = slab + (S::kind == INT4 ? 2 * g + i : g + 8 * i);
-        s.row[i] = (const uint32_t *)a->weight_scale + (int64_t)min(row, a->n - 1) * a->steps;
-        /* From memory a word takes longer than a step. */
-        for (int at = threadIdx.x % 4 * 32; at < a->steps; at += 4 * 32)
-            prefetch_l2(s.row[i] + at);
+    s.from = (const uint32_t *)a->weight_scale + (int64_t)upper * a->steps;
+    s.apart = (lower - upper) * a->steps;
+    /* From memory a word takes longer than a step. */
+    for (int at = threadIdx.x % 4 * 32; at < a->steps; at += 4 * 32) {
+        prefetch_l2(s.from + at);
+        prefetch_l2(s.from + s.apart + at);
     }
     s.first = w->first;
     s.end = w->end;
     s.step = first_step(w, tile);
     if (threadIdx.x / 128 % S::k_groups)
         s.step = step_after(w, s.step);
+    s.from += s.step;
     load_words(&s);
     return s;
 }
@@ -177,9 +251,11 @@ template <class S> static __device__ __forceinline__ void advance_words(scale_wo
 #pragma unroll
     for (int i = 0; i < 2; i++)
         s->now[i] = s->next[i];
-    s->step += S::k_groups;
-    if (s->step >= s->end)
-        s->step = min(s->step - (s->end - s->first), s->end - 1);
+    int step = s->step + S::k_groups;
+    if (step >= s->end)
+        step = min(step - (s->end - s->first), s->end - 1);
+    s->from += step - s->step;
+    s->step = step;
     load_words(s);
 }
 
@@ -199,11 +275,17 @@ static __device__ __forceinline__ void find_factors(const scale_words *words,
         factor[i / 2][i % 2] = factors_of(words->now[i / 2], i % 2);
 }
 
-/* Widens the even and the odd two of four columns, of the first or the second row of int4. */
-template <class S>
+/* Widens the even and the odd two of four columns, of the first or the second row of int4. SHIFTED:
+ * numbers are larger by INT4_SHIFT, for an instruction less. */
+template <class S, bool SHIFTED>
 static __device__ __forceinline__ void widen_four(uint32_t word, int row, uint32_t factor,
                                                   uint32_t *even, uint32_t *odd) {
     constexpr bool UPPER = S::kind == E4M3_MX; /* what is widened is in the upper bytes */
+    if constexpr (SHIFTED) {
+        *even = shift_codes<S::type>(word, row);
+        *odd = shift_codes<S::type>(word, row + 2);
+        return;
+    }
     *even = widen<S::kind, S::type>(UPPER ? word << 8 : word, row, factor);
     *odd = widen<S::kind, S::type>(UPPER ? word : word >> 8, row, factor);
 }
@@ -212,19 +294,19 @@ static __device__ __forceinline__ void widen_four(uint32_t word, int row, uint32
 template <class S, int DEPTH> constexpr int AT_ONCE = S::kind == INT4 && DEPTH >= 4 ? 4 : 2;
 
 /* Widens the codes of a product, the j-th of a load; `factor` has those of both rows. */
-template <class S>
+template <class S, bool SHIFTED = false>
 static __device__ __forceinline__ void widen_product(const uint32_t (&word)[4], int j,
                                                      const uint32_t (&factor)[2][2], int product,
                                                      uint32_t (&a)[4]) {
 #pragma unroll
     for (int row = 0; row < 2; row++)
-        widen_four<S>(word[S::kind == INT4 ? j : 2 * j + row], row,
-                      moq_nvfp4_twice(factor[row][product / 2 % 2], product / 4 != 0), &a[row],
-                      &a[2 + row]);
+        widen_four<S, SHIFTED>(word[S::kind == INT4 ? j : 2 * j + row], row,
+                               moq_nvfp4_twice(factor[row][product / 2 % 2], product / 4 != 0),
+                               &a[row], &a[2 + row]);
 }
 
 /* Widens a piece of a step. */
-template <class S>
+template <class S, bool SHIFTED = false>
 static __device__ __forceinline__ void widen_piece(const consumer_pipeline *t, const stage_place *s,
                                                    const uint32_t (&factor)[2][2], int piece,
                                                    fragments<S> *f) {
@@ -236,7 +318,7 @@ static __device__ __forceinline__ void widen_piece(const consumer_pipeline *t, c
         load_matrices(word, (t->codes + s->at) ^ (product << 4));
 #pragma unroll
         for (int j = 0; j < LOAD; j++)
-            widen_product<S>(word, j, factor, product + j, f->a[i + j]);
+            widen_product<S, SHIFTED>(word, j, factor, product + j, f->a[i + j]);
     }
 }
 
@@ -262,8 +344,24 @@ template <int KIND> struct row_decoder {
 
 /* ---- int4: sums of a step are scaled and added to those of the tile ---- */
 
-/* Issues the products of a piece; those of the first one begin the sums of the step. */
+/* Loads what a step's sums of shifted codes begin with, from this lane's address. Returns false
+ * where they are NaN: codes have to be widened exactly. */
 template <class S>
+static __device__ __forceinline__ bool begin_sums(uint32_t from, const stage_place *s,
+                                                  float (&part)[S::T / 2]) {
+#pragma unroll
+    for (int i = 0; i < S::T / 2; i += 2) { /* of one row and of the other */
+        uint2 pair = load_shared_pair(from + s->barriers * (S::stage_room / 8) + i / 4 * 32);
+        part[i] = __uint_as_float(pair.x);
+        part[i + 1] = __uint_as_float(pair.y);
+    }
+    return __all_sync(0xffffffffu, part[0] == part[0]);
+}
+
+/* Issues the products of a piece. Those of the first one begin the sums of the step, or add to
+ * them.
+ */
+template <class S, bool ADDS_ALL>
 static __device__ __forceinline__ void issue_part(const consumer_pipeline *t, const stage_place *s,
                                                   int piece, const fragments<S> *f,
                                                   float (&part)[S::T / 2]) {
@@ -273,9 +371,9 @@ static __device__ __forceinline__ void issue_part(const consumer_pipeline *t, co
         int product = piece * S::depth + i;
         uint64_t x = t->tokens + s->at / 16 + product / 4 * (S::T * STEP / 16) + product % 4 * 2;
         if constexpr (S::type == MOQ_NVFP4_F16)
-            wgmma_f16(part, f->a[i], x, product);
+            wgmma_f16(part, f->a[i], x, ADDS_ALL || product);
         else
-            wgmma_bf16(part, f->a[i], x, product);
+            wgmma_bf16(part, f->a[i], x, ADDS_ALL || product);
     }
     wgmma_commit();
 }
@@ -287,6 +385,31 @@ static __device__ __forceinline__ void add_scaled(const scale_words *words, floa
 #pragma unroll
     for (int i = 0; i < S::T / 2; i++)
         sum[i] = __fmaf_rn(part[i], __uint_as_float(words->now[i / 2 % 2]), sum[i]);
+}
+
+/* Multiplies a step again, by codes that are widened exactly. */
+template <class S>
+static __device__ __forceinline__ void
+multiply_exactly(const consumer_pipeline *t, const stage_place *s, float (&part)[S::T / 2]) {
+    constexpr uint32_t NO_FACTORS[2][2] = {};
+    float own[S::T / 8][4] = {};
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+        uint32_t word[4], a[4], x[4];
+        load_matrices(word, (t->codes + s->at) ^ (i << 5));
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            widen_product<S>(word, j, NO_FACTORS, 0, a);
+#pragma unroll
+            for (int eight = 0; eight < S::T / 8; eight++) {
+                load_tokens<S>(x, t->scales + s->at + eight * 1024, i);
+                multiply_by_warp<S>(own[eight], a, {x[2 * j], x[2 * j + 1]});
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < S::T / 2; i++)
+        part[i] = own[i / 4][i % 4];
 }
 
 /* Gives each lane the sums of rows g and g + 8, where it has those of rows 2g and 2g + 1. */
@@ -315,37 +438,43 @@ static __device__ __forceinline__ void multiply_groups(const consumer_pipeline *
                                                        float (&sum)[S::T / 2]) {
     constexpr uint32_t NO_FACTORS[2][2] = {};
     fragments<S> set[2] = {};
+    uint32_t first_sums = kept(t->room + threadIdx.x % 4 * 8);
     float part[S::T / 2];
+    bool holds = true;
     if (steps <= 0)
         return;
     mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
-    widen_piece<S>(t, s, NO_FACTORS, 0, &set[0]);
+    widen_piece<S, S::shifted>(t, s, NO_FACTORS, 0, &set[0]);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
         stage_place now = *s;
         advance_words<S>(&words);
         mbarrier_wait(t->barriers.tokens + now.barriers, now.parity);
+        if (S::shifted)
+            holds = begin_sums<S>(first_sums, &now, part);
 #pragma unroll
         for (int piece = 0; piece < S::pieces; piece++) {
             fragments<S> *other = &set[1 - piece % 2];
-            issue_part<S>(t, &now, piece, &set[piece % 2], part);
+            issue_part<S, S::shifted>(t, &now, piece, &set[piece % 2], part);
             if (piece + 1 == S::pieces)
                 break;
             if (piece > 0) {
                 wgmma_wait<1>();
                 give_up<S>(other);
             }
-            widen_piece<S>(t, &now, NO_FACTORS, piece + 1, other);
+            widen_piece<S, S::shifted>(t, &now, NO_FACTORS, piece + 1, other);
         }
         advance_own<S>(s, t->stages);
         if (left > 1) {
             mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
             wgmma_wait<1>();
             give_up<S>(&set[0]);
-            widen_piece<S>(t, s, NO_FACTORS, 0, &set[0]);
+            widen_piece<S, S::shifted>(t, s, NO_FACTORS, 0, &set[0]);
         }
         wgmma_wait<0>();
         give_up<S>(&set[1]);
+        if (S::shifted && !holds)
+            multiply_exactly<S>(t, &now, part);
         release<S>(t, &now);
         add_scaled<S>(&words, part, sum);
         stay_here(sum);
@@ -355,27 +484,33 @@ static __device__ __forceinline__ void multiply_groups(const consumer_pipeline *
 
 /* ---- up to eight tokens: each warp multiplies on its own ---- */
 
-template <class S>
-static __device__ __forceinline__ void multiply_by_warp(float (&sum)[4], const uint32_t (&a)[4],
-                                                        const uint32_t (&b)[2]) {
-    if constexpr (S::type == MOQ_NVFP4_F16)
-        mma_f16(sum, a, b);
-    else
-        mma_bf16(sum, a, b);
+/* Adds the products of a step; even and odd ones have sums of their own. */
+template <class S, bool SHIFTED, int LOADS>
+static __device__ __forceinline__ void
+multiply_step(const uint32_t (&codes)[LOADS][4], const uint32_t (&x)[4][4],
+              const uint32_t (&factor)[2][2], float (&part)[2][4]) {
+    constexpr int PRODUCTS = STEP / 16, LOAD = PRODUCTS / LOADS;
+#pragma unroll
+    for (int i = 0; i < PRODUCTS; i++) {
+        uint32_t a[4];
+        widen_product<S, SHIFTED>(codes[i / LOAD], i % LOAD, factor, i, a);
+        multiply_by_warp<S>(part[i % 2], a, {x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]});
+    }
 }
 
-/* Adds `steps` steps from `s` on to the sums. Even and odd products have sums of their own, and so
- * has each step of int4. */
+/* Adds `steps` steps from `s` on to the sums. */
 template <class S>
 static __device__ __forceinline__ void multiply_by_warps(const consumer_pipeline *t,
                                                          scale_words words, int steps,
                                                          stage_place *s, float (&sum)[4]) {
     constexpr int LOAD = AT_ONCE<S, 8>, PRODUCTS = STEP / 16;
     constexpr bool GROUPS = S::kind == INT4;
+    uint32_t first_sums = kept(t->room + threadIdx.x % 4 * 8);
     float part[2][4] = {};
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
-        uint32_t codes[PRODUCTS / LOAD][4], x[PRODUCTS / 2][4], factor[2][2] = {};
+        uint32_t codes[PRODUCTS / LOAD][4], x[4][4], factor[2][2] = {};
+        bool holds = true;
         if (S::kind != INT8)
             advance_words<S>(&words);
         mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
@@ -384,20 +519,22 @@ static __device__ __forceinline__ void multiply_by_warps(const consumer_pipeline
             load_matrices(codes[i], (t->codes + s->at) ^ (i * LOAD << 4));
         mbarrier_wait(t->barriers.tokens + s->barriers, s->parity);
 #pragma unroll
-        for (int i = 0; i < PRODUCTS / 2; i++)
-            load_matrices(x[i], ((t->scales + s->at) ^ (i % 2 * 64)) + i / 2 * (S::T * 128));
+        for (int i = 0; i < 4; i++)
+            load_tokens<S>(x[i], t->scales + s->at, i);
+        if (GROUPS) {
+            holds = begin_sums<S>(first_sums, s, part[0]);
+            for (int i = 0; i < 4; i++)
+                part[1][i] = 0.0f;
+        }
         release<S>(t, s);
         advance_own<S>(s, t->stages);
         if (S::kind == E4M3_MX)
             find_factors(&words, factor);
-        if (GROUPS)
+        multiply_step<S, S::shifted>(codes, x, factor, part);
+        if (GROUPS && !holds) {
             for (int i = 0; i < 8; i++)
                 part[i / 4][i % 4] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < PRODUCTS; i++) {
-            uint32_t a[4], b[2] = {x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]};
-            widen_product<S>(codes[i / LOAD], i % LOAD, factor, i, a);
-            multiply_by_warp<S>(part[i % 2], a, b);
+            multiply_step<S, false>(codes, x, factor, part);
         }
 #pragma unroll
         for (int i = 0; GROUPS && i < 4; i++)

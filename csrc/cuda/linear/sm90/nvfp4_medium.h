@@ -80,6 +80,7 @@ template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_
     /* One warp copies weights, another tokens. */
     static constexpr int copier = consumers, token_arrivals = 1;
     static constexpr bool sorts = false; /* a third warp puts tokens in another order */
+    static constexpr int room_bytes = consumers / 32 * (2 * MOQ_NVFP4_MEDIUM_SCALES);
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
     static constexpr int weight_bytes = weight_rows / 16 * 2 * UNIT;
@@ -162,7 +163,7 @@ struct operand_copies {
 typedef struct {
     stage_barriers barriers;
     uint32_t codes, scales; /* addresses of this lane */
-    uint32_t room;          /* of this warp: decoded scales of two steps */
+    uint32_t room;          /* of this warp: decoded scales of two steps; or of the block */
     uint64_t tokens;        /* operand of wgmma */
     uint32_t stages;
 } consumer_pipeline;
@@ -435,11 +436,12 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
  * between the copies and the products, whose barriers are `sorted`. */
 template <class S>
 static __device__ __forceinline__ void sort_tokens(const gemm_args *a, const producer_pipeline *p,
-                                                   uint32_t sorted) {
+                                                   uint32_t sorted, uint32_t room) {
     next_copy f = begin_copies<S>(a, p);
     while (more(&f)) {
         mbarrier_wait(p->barriers.tokens + 8u * f.slot.index, f.slot.parity);
-        S::copies::template sort<S>(a, p->pipeline + (uint32_t)(f.slot.index * S::stage));
+        S::copies::template sort<S>(a, p->pipeline + (uint32_t)(f.slot.index * S::stage),
+                                    room + (uint32_t)(f.slot.index * S::stage_room));
         fence_async_proxy();
         __syncwarp();
         if (threadIdx.x % 32 == 0)
@@ -456,7 +458,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[BARRIERS];
     __shared__ column_terms<S> terms[S::consumers / 128];
-    __shared__ __align__(16) uint8_t scales[S::sorts ? 16 : S::consumers / 32 * (2 * SCALES)];
+    __shared__ __align__(16) uint8_t beside[S::room_bytes];
     __shared__ __align__(8) uint64_t sorted_barrier[S::sorts ? MAX_STAGES : 1];
     static_assert(sizeof terms <= COLUMN_TERMS_BYTES, "as the launch counts them");
     uint32_t first = fixed_shared_address(barrier), pipeline = fixed_shared_address(smem);
@@ -475,7 +477,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
     if (threadIdx.x < S::consumers) {
         if (S::uneven)
             more_registers<S::registers>();
-        uint32_t room = shared_address(scales) + threadIdx.x / 32 * (2 * SCALES);
+        uint32_t room = shared_address(beside) + (S::sorts ? 0 : threadIdx.x / 32 * (2 * SCALES));
         stage_barriers read = {first, S::sorts ? sorted : barriers.tokens, barriers.empty};
         consumer_pipeline t = {read,
                                kept(S::copies::template codes<S>(pipeline)),
@@ -495,7 +497,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
             produce_tokens<S>(&args, &p);
         if constexpr (S::sorts) {
             if (threadIdx.x / 32 == S::copier / 32 + 2)
-                sort_tokens<S>(&args, &p, sorted);
+                sort_tokens<S>(&args, &p, sorted, shared_address(beside));
         }
     }
 }
