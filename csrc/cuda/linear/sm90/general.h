@@ -61,12 +61,13 @@ struct general_tile {
                                             : consumers == 384 ? 56
                                                                : 40;
     static constexpr int copier = consumers, token_arrivals = 1;
-    static constexpr bool sorts = true;
+    /* Warps that sort tokens: a step of eight takes one a quarter of the time of a step. */
+    static constexpr int sorters = T == 8 ? 1 : T < 64 || uneven ? 2 : 4;
     /* int4 is multiplied as a positive number, whose sums begin with what that adds. */
     static constexpr bool shifted = KIND == INT4 && T <= 16;
     static constexpr int stage_room = shifted ? 4 * T : 0,
                          room_bytes = MAX_STAGES * stage_room + 16;
-    static constexpr int threads = consumers + (uneven ? 128 : 96);
+    static constexpr int threads = consumers + (uneven ? 128 : 64 + 32 * sorters);
     static constexpr int tokens = T;
     static constexpr int weight_bytes = 64 * ROW_GROUPS * STEP / (KIND == INT4 ? 2 : 1);
     static constexpr int token_size = 2, token_bytes = T * STEP * token_size;
@@ -214,6 +215,8 @@ typedef struct {
     int apart;            /* from a row to the other */
     uint32_t now[2], next[2];
     int step, first, end; /* step of `next`; steps of the tile, which wrap around */
+    uint32_t moves[2];    /* for shift_codes */
+    bool idle;            /* the tile ends before this warp's rows */
 } scale_words;
 
 static __device__ __forceinline__ void load_words(scale_words *s) {
@@ -228,7 +231,7 @@ static __device__ __forceinline__ scale_words find_words(const gemm_args *a, con
     int tile = S::split_k ? w->number : w->number / a->columns;
     int upper = min(slab + (S::kind == INT4 ? 2 * g : g), a->n - 1);
     int lower = min(slab + (S::kind == INT4 ? 2 * g + 1 : g + 8), a->n - 1);
-    scale_words s = {};
+    scale_words s = {.moves = {a->steps ? 1u << 28 : 0, a->steps ? 1u << 20 : 0}};
     s.from = (const uint32_t *)a->weight_scale + (int64_t)upper * a->steps;
     s.apart = (lower - upper) * a->steps;
     /* From memory a word takes longer than a step. */
@@ -275,17 +278,11 @@ static __device__ __forceinline__ void find_factors(const scale_words *words,
         factor[i / 2][i % 2] = factors_of(words->now[i / 2], i % 2);
 }
 
-/* Widens the even and the odd two of four columns, of the first or the second row of int4. SHIFTED:
- * numbers are larger by INT4_SHIFT, for an instruction less. */
-template <class S, bool SHIFTED>
+/* Widens the even and the odd two of four columns, of the first or the second row of int4. */
+template <class S>
 static __device__ __forceinline__ void widen_four(uint32_t word, int row, uint32_t factor,
                                                   uint32_t *even, uint32_t *odd) {
     constexpr bool UPPER = S::kind == E4M3_MX; /* what is widened is in the upper bytes */
-    if constexpr (SHIFTED) {
-        *even = shift_codes<S::type>(word, row);
-        *odd = shift_codes<S::type>(word, row + 2);
-        return;
-    }
     *even = widen<S::kind, S::type>(UPPER ? word << 8 : word, row, factor);
     *odd = widen<S::kind, S::type>(UPPER ? word : word >> 8, row, factor);
 }
@@ -293,16 +290,25 @@ static __device__ __forceinline__ void widen_four(uint32_t word, int row, uint32
 /* Products whose codes are loaded at once by `depth` of them. */
 template <class S, int DEPTH> constexpr int AT_ONCE = S::kind == INT4 && DEPTH >= 4 ? 4 : 2;
 
-/* Widens the codes of a product, the j-th of a load; `factor` has those of both rows. */
+/* Widens the codes of a product, the j-th of a load; `factor` has those of both rows. SHIFTED:
+ * numbers are larger by INT4_SHIFT, for an instruction less; `factor` begins with the moves. */
 template <class S, bool SHIFTED = false>
 static __device__ __forceinline__ void widen_product(const uint32_t (&word)[4], int j,
                                                      const uint32_t (&factor)[2][2], int product,
                                                      uint32_t (&a)[4]) {
+    if constexpr (SHIFTED) {
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            a[row] = shift_codes<S::type>(word[j], row, factor[0]);
+            a[2 + row] = shift_codes<S::type>(word[j], row + 2, factor[0]);
+        }
+        return;
+    }
 #pragma unroll
     for (int row = 0; row < 2; row++)
-        widen_four<S, SHIFTED>(word[S::kind == INT4 ? j : 2 * j + row], row,
-                               moq_nvfp4_twice(factor[row][product / 2 % 2], product / 4 != 0),
-                               &a[row], &a[2 + row]);
+        widen_four<S>(word[S::kind == INT4 ? j : 2 * j + row], row,
+                      moq_nvfp4_twice(factor[row][product / 2 % 2], product / 4 != 0), &a[row],
+                      &a[2 + row]);
 }
 
 /* Widens a piece of a step. */
@@ -436,7 +442,7 @@ template <class S>
 static __device__ __forceinline__ void multiply_groups(const consumer_pipeline *t,
                                                        scale_words words, int steps, stage_place *s,
                                                        float (&sum)[S::T / 2]) {
-    constexpr uint32_t NO_FACTORS[2][2] = {};
+    uint32_t moves[2][2] = {{words.moves[0], words.moves[1]}};
     fragments<S> set[2] = {};
     uint32_t first_sums = kept(t->room + threadIdx.x % 4 * 8);
     float part[S::T / 2];
@@ -444,7 +450,7 @@ static __device__ __forceinline__ void multiply_groups(const consumer_pipeline *
     if (steps <= 0)
         return;
     mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
-    widen_piece<S, S::shifted>(t, s, NO_FACTORS, 0, &set[0]);
+    widen_piece<S, S::shifted>(t, s, moves, 0, &set[0]);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
         stage_place now = *s;
@@ -462,14 +468,14 @@ static __device__ __forceinline__ void multiply_groups(const consumer_pipeline *
                 wgmma_wait<1>();
                 give_up<S>(other);
             }
-            widen_piece<S, S::shifted>(t, &now, NO_FACTORS, piece + 1, other);
+            widen_piece<S, S::shifted>(t, &now, moves, piece + 1, other);
         }
         advance_own<S>(s, t->stages);
         if (left > 1) {
             mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
             wgmma_wait<1>();
             give_up<S>(&set[0]);
-            widen_piece<S, S::shifted>(t, s, NO_FACTORS, 0, &set[0]);
+            widen_piece<S, S::shifted>(t, s, moves, 0, &set[0]);
         }
         wgmma_wait<0>();
         give_up<S>(&set[1]);
@@ -484,21 +490,21 @@ static __device__ __forceinline__ void multiply_groups(const consumer_pipeline *
 
 /* ---- up to eight tokens: each warp multiplies on its own ---- */
 
-/* Adds the products of a step; even and odd ones have sums of their own. */
-template <class S, bool SHIFTED, int LOADS>
-static __device__ __forceinline__ void
-multiply_step(const uint32_t (&codes)[LOADS][4], const uint32_t (&x)[4][4],
-              const uint32_t (&factor)[2][2], float (&part)[2][4]) {
-    constexpr int PRODUCTS = STEP / 16, LOAD = PRODUCTS / LOADS;
-#pragma unroll
-    for (int i = 0; i < PRODUCTS; i++) {
-        uint32_t a[4];
-        widen_product<S, SHIFTED>(codes[i / LOAD], i % LOAD, factor, i, a);
-        multiply_by_warp<S>(part[i % 2], a, {x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]});
+/* Waits for steps and releases them: the warp's rows are beyond the tile. */
+template <class S>
+static __device__ __forceinline__ void skip_steps(const consumer_pipeline *t, int steps,
+                                                  stage_place *s) {
+#pragma unroll 1
+    for (; steps > 0; steps--) {
+        mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
+        mbarrier_wait(t->barriers.tokens + s->barriers, s->parity);
+        release<S>(t, s);
+        advance_own<S>(s, t->stages);
     }
 }
 
-/* Adds `steps` steps from `s` on to the sums. */
+/* Adds `steps` steps from `s` on to the sums. Even and odd products of 8-bit codes have sums of
+ * their own. A stage is released a step later, when all loads of it have ended. */
 template <class S>
 static __device__ __forceinline__ void multiply_by_warps(const consumer_pipeline *t,
                                                          scale_words words, int steps,
@@ -507,9 +513,15 @@ static __device__ __forceinline__ void multiply_by_warps(const consumer_pipeline
     constexpr bool GROUPS = S::kind == INT4;
     uint32_t first_sums = kept(t->room + threadIdx.x % 4 * 8);
     float part[2][4] = {};
+    stage_place before = *s;
+    if (words.idle)
+        return skip_steps<S>(t, steps, s);
+    if (steps <= 0)
+        return;
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
-        uint32_t codes[PRODUCTS / LOAD][4], x[4][4], factor[2][2] = {};
+        uint32_t codes[PRODUCTS / LOAD][4], x[4][4];
+        uint32_t factor[2][2] = {{words.moves[0], words.moves[1]}};
         bool holds = true;
         if (S::kind != INT8)
             advance_words<S>(&words);
@@ -521,25 +533,29 @@ static __device__ __forceinline__ void multiply_by_warps(const consumer_pipeline
 #pragma unroll
         for (int i = 0; i < 4; i++)
             load_tokens<S>(x[i], t->scales + s->at, i);
-        if (GROUPS) {
+        if (GROUPS)
             holds = begin_sums<S>(first_sums, s, part[0]);
-            for (int i = 0; i < 4; i++)
-                part[1][i] = 0.0f;
-        }
-        release<S>(t, s);
-        advance_own<S>(s, t->stages);
+        if (left < steps)
+            release<S>(t, &before);
         if (S::kind == E4M3_MX)
             find_factors(&words, factor);
-        multiply_step<S, S::shifted>(codes, x, factor, part);
-        if (GROUPS && !holds) {
-            for (int i = 0; i < 8; i++)
-                part[i / 4][i % 4] = 0.0f;
-            multiply_step<S, false>(codes, x, factor, part);
-        }
 #pragma unroll
-        for (int i = 0; GROUPS && i < 4; i++)
-            sum[i] = __fmaf_rn(part[0][i] + part[1][i], __uint_as_float(words.now[i / 2]), sum[i]);
+        for (int i = 0; i < PRODUCTS; i++) {
+            uint32_t a[4];
+            widen_product<S, S::shifted>(codes[i / LOAD], i % LOAD, factor, i, a);
+            multiply_by_warp<S>(part[GROUPS ? 0 : i % 2], a,
+                                {x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]});
+        }
+        if constexpr (GROUPS) {
+            if (!holds)
+                multiply_exactly<S>(t, s, part[0]);
+            add_scaled<S>(&words, part[0], sum);
+        }
+        before = *s;
+        advance_own<S>(s, t->stages);
     }
+    stay_here(part[0]);
+    release<S>(t, &before);
 #pragma unroll
     for (int i = 0; !GROUPS && i < 4; i++)
         sum[i] = part[0][i] + part[1][i];
@@ -552,10 +568,11 @@ static __device__ __forceinline__ void multiply_by_warps(const consumer_pipeline
 template <class S> struct products {
     typedef scale_words rows;
     static __device__ __forceinline__ rows fetch(const gemm_args *a, const work *w, int first) {
-        if constexpr (S::kind == INT8)
-            return {};
-        else
-            return find_words<S>(a, w, first);
+        rows own = {};
+        if constexpr (S::kind != INT8)
+            own = find_words<S>(a, w, first);
+        own.idle = same_in_warp(slab_of_warp<S>() * 16 >= a->rows);
+        return own;
     }
     template <class>
     static __device__ __forceinline__ void complete(const gemm_args *, const tile_place *, int,

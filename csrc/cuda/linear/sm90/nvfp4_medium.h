@@ -79,7 +79,7 @@ template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_
     static constexpr int copier_registers = consumers == 512 ? 32 : 56;
     /* One warp copies weights, another tokens. */
     static constexpr int copier = consumers, token_arrivals = 1;
-    static constexpr bool sorts = false; /* a third warp puts tokens in another order */
+    static constexpr int sorters = 0; /* warps that put tokens in another order, in turn */
     static constexpr int room_bytes = consumers / 32 * (2 * MOQ_NVFP4_MEDIUM_SCALES);
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
@@ -432,20 +432,22 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
     }
 }
 
-/* Puts the tokens of every step in the order that a lane's codes have, where S::sorts: a warp
- * between the copies and the products, whose barriers are `sorted`. */
+/* Puts tokens in the order that a lane's codes have, where there are S::sorters: warps between the
+ * copies and the products, whose barriers are `sorted`. They take steps in turn. */
 template <class S>
 static __device__ __forceinline__ void sort_tokens(const gemm_args *a, const producer_pipeline *p,
-                                                   uint32_t sorted, uint32_t room) {
+                                                   uint32_t sorted, uint32_t room, int sorter) {
     next_copy f = begin_copies<S>(a, p);
     while (more(&f)) {
-        mbarrier_wait(p->barriers.tokens + 8u * f.slot.index, f.slot.parity);
-        S::copies::template sort<S>(a, p->pipeline + (uint32_t)(f.slot.index * S::stage),
-                                    room + (uint32_t)(f.slot.index * S::stage_room));
-        fence_async_proxy();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0)
-            mbarrier_arrive(sorted + 8u * f.slot.index);
+        if (f.copied % S::sorters == sorter) {
+            mbarrier_wait(p->barriers.tokens + 8u * f.slot.index, f.slot.parity);
+            S::copies::template sort<S>(a, p->pipeline + (uint32_t)(f.slot.index * S::stage),
+                                        room + (uint32_t)(f.slot.index * S::stage_room));
+            fence_async_proxy();
+            __syncwarp();
+            if (threadIdx.x % 32 == 0)
+                mbarrier_arrive(sorted + 8u * f.slot.index);
+        }
         advance_copy<S>(a, p, &f);
     }
 }
@@ -459,7 +461,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
     __shared__ __align__(8) uint64_t barrier[BARRIERS];
     __shared__ column_terms<S> terms[S::consumers / 128];
     __shared__ __align__(16) uint8_t beside[S::room_bytes];
-    __shared__ __align__(8) uint64_t sorted_barrier[S::sorts ? MAX_STAGES : 1];
+    __shared__ __align__(8) uint64_t sorted_barrier[S::sorters ? MAX_STAGES : 1];
     static_assert(sizeof terms <= COLUMN_TERMS_BYTES, "as the launch counts them");
     uint32_t first = fixed_shared_address(barrier), pipeline = fixed_shared_address(smem);
     stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
@@ -470,15 +472,15 @@ static __global__ void __launch_bounds__(S::threads, 1)
     next_copy f = {};
     uint32_t sorted = fixed_shared_address(sorted_barrier);
     launch_dependents();
-    if (S::sorts && threadIdx.x == S::copier + 64)
+    if (S::sorters && threadIdx.x == S::copier + 64)
         for (int i = 0; i < args.stages; i++)
             mbarrier_init(sorted + 8u * i, 1);
     set_up<S>(&args, &p, &meet, &f);
     if (threadIdx.x < S::consumers) {
         if (S::uneven)
             more_registers<S::registers>();
-        uint32_t room = shared_address(beside) + (S::sorts ? 0 : threadIdx.x / 32 * (2 * SCALES));
-        stage_barriers read = {first, S::sorts ? sorted : barriers.tokens, barriers.empty};
+        uint32_t room = shared_address(beside) + (S::sorters ? 0 : threadIdx.x / 32 * (2 * SCALES));
+        stage_barriers read = {first, S::sorters ? sorted : barriers.tokens, barriers.empty};
         consumer_pipeline t = {read,
                                kept(S::copies::template codes<S>(pipeline)),
                                kept(S::copies::template scales<S>(pipeline)),
@@ -495,9 +497,10 @@ static __global__ void __launch_bounds__(S::threads, 1)
             produce_weights<S>(&args, &p, f);
         else if (threadIdx.x == S::copier + 32)
             produce_tokens<S>(&args, &p);
-        if constexpr (S::sorts) {
-            if (threadIdx.x / 32 == S::copier / 32 + 2)
-                sort_tokens<S>(&args, &p, sorted, shared_address(beside));
+        if constexpr (S::sorters > 0) {
+            int sorter = (int)threadIdx.x / 32 - S::copier / 32 - 2;
+            if (sorter >= 0 && sorter < S::sorters)
+                sort_tokens<S>(&args, &p, sorted, shared_address(beside), sorter);
         }
     }
 }
