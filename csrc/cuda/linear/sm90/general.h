@@ -4,8 +4,8 @@
  * of a tile in the 128-byte swizzle. A lane reads columns 4t to 4t + 3 of each 16 of rows g and g +
  * 8, or of int4 of the pair g of rows, and widens them into the fragment of a product: the even
  * ones take the place of columns 2t and 2t + 1, the odd ones that of 2t + 8 and 2t + 9. A warp
- * sorts each 16 columns of x likewise, even ones first, where they lie. Scales, a word for a row
- * and a step, are loaded a step ahead. */
+ * sorts each 16 columns of x likewise, even ones first, where they lie; tiles of 128 tokens load
+ * codes two at a time instead. Scales, a word for a row and a step, are loaded a step ahead. */
 #ifndef MOQ_CUDA_LINEAR_SM90_GENERAL_H
 #define MOQ_CUDA_LINEAR_SM90_GENERAL_H
 
@@ -61,8 +61,8 @@ struct general_tile {
                                             : consumers == 384 ? 56
                                                                : 40;
     static constexpr int copier = consumers, token_arrivals = 1;
-    /* Warps that sort tokens: a step of eight takes one a quarter of the time of a step. */
-    static constexpr int sorters = T == 8 ? 1 : T < 64 || uneven ? 2 : 4;
+    /* Warps that sort tokens. One takes 1.6 us for 64 of them, so that 128 are left as they are. */
+    static constexpr int sorters = T == 8 ? 1 : T >= 128 ? 0 : T < 64 || uneven ? 2 : 4;
     /* int4 is multiplied as a positive number, whose sums begin with what that adds. */
     static constexpr bool shifted = KIND == INT4 && T <= 16;
     static constexpr int stage_room = shifted ? 4 * T : 0,
@@ -168,9 +168,20 @@ struct row_copies {
         copy_tokens<S>(a, p, f);
     }
 
+    /* Returns where this lane reads the first two codes of its row in the first stage, where tokens
+     * are not sorted. */
+    template <class S>
+    static __device__ __forceinline__ uint32_t pairs_of_codes(uint32_t pipeline) {
+        uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        uint32_t row = slab_of_warp<S>() * (S::kind == INT4 ? 8 : 16) + g;
+        return pipeline + S::token_bytes + row * STEP + g * 16 + 2 * t;
+    }
+
     /* Returns the address that this lane names to ldmatrix for the first codes in the first stage:
      * its row of the first 8 or the next, or of int4 of the only 8, and its 16 columns. */
     template <class S> static __device__ __forceinline__ uint32_t codes(uint32_t pipeline) {
+        if constexpr (S::sorters == 0)
+            return pairs_of_codes<S>(pipeline);
         uint32_t lane = threadIdx.x % 32, matrix = lane / 8;
         uint32_t row = slab_of_warp<S>() * (S::kind == INT4 ? 8 : 16) + lane % 8;
         uint32_t part = S::kind == INT4 ? matrix : matrix / 2;
@@ -296,19 +307,30 @@ template <class S, bool SHIFTED = false>
 static __device__ __forceinline__ void widen_product(const uint32_t (&word)[4], int j,
                                                      const uint32_t (&factor)[2][2], int product,
                                                      uint32_t (&a)[4]) {
-    if constexpr (SHIFTED) {
-#pragma unroll
-        for (int row = 0; row < 2; row++) {
-            a[row] = shift_codes<S::type>(word[j], row, factor[0]);
-            a[2 + row] = shift_codes<S::type>(word[j], row + 2, factor[0]);
-        }
-        return;
-    }
 #pragma unroll
     for (int row = 0; row < 2; row++)
-        widen_four<S>(word[S::kind == INT4 ? j : 2 * j + row], row,
-                      moq_nvfp4_twice(factor[row][product / 2 % 2], product / 4 != 0), &a[row],
-                      &a[2 + row]);
+        if constexpr (SHIFTED) {
+            a[row] = shift_codes<S::type>(word[j], row, factor[0]);
+            a[2 + row] = shift_codes<S::type>(word[j], row + 2, factor[0]);
+        } else {
+            widen_four<S>(word[S::kind == INT4 ? j : 2 * j + row], row,
+                          moq_nvfp4_twice(factor[row][product / 2 % 2], product / 4 != 0), &a[row],
+                          &a[2 + row]);
+        }
+}
+
+/* Widens the codes of a product for tokens that are not sorted, two of a row at a time. */
+template <class S>
+static __device__ __forceinline__ void widen_pairs(uint32_t from, const uint32_t (&factor)[2],
+                                                   uint32_t (&a)[4]) {
+#pragma unroll
+    for (int row = 0; row < 2; row++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t at = from + 8 * half + (S::kind == INT4 ? 0 : row * (8 * STEP));
+            a[2 * half + row] =
+                widen<S::kind, S::type>(spread<S::kind>(load_shared_half(at), 0), row, factor[row]);
+        }
 }
 
 /* Widens a piece of a step. */
@@ -316,12 +338,20 @@ template <class S, bool SHIFTED = false>
 static __device__ __forceinline__ void widen_piece(const consumer_pipeline *t, const stage_place *s,
                                                    const uint32_t (&factor)[2][2], int piece,
                                                    fragments<S> *f) {
-    constexpr int LOAD = AT_ONCE<S, S::depth>;
+    constexpr int LOAD = S::sorters ? AT_ONCE<S, S::depth> : 1;
 #pragma unroll
     for (int i = 0; i < S::depth; i += LOAD) {
         int product = piece * S::depth + i;
-        uint32_t word[4];
-        load_matrices(word, (t->codes + s->at) ^ (product << 4));
+        uint32_t from = (t->codes + s->at) ^ (product << 4), word[4];
+        if constexpr (S::sorters == 0) {
+            uint32_t twice[2];
+#pragma unroll
+            for (int row = 0; row < 2; row++)
+                twice[row] = moq_nvfp4_twice(factor[row][product / 2 % 2], product / 4 != 0);
+            widen_pairs<S>(from, twice, f->a[i]);
+            continue;
+        }
+        load_matrices(word, from);
 #pragma unroll
         for (int j = 0; j < LOAD; j++)
             widen_product<S, SHIFTED>(word, j, factor, product + j, f->a[i + j]);
@@ -600,6 +630,8 @@ static variant variant_of(void) {
     static_assert(shape::stage == MOQ_NVFP4_MEDIUM_STAGE(T, ROW_GROUPS, 2,
                                                          KIND == INT4 ? MOQ_GENERAL_INT4_STEP
                                                                       : MOQ_GENERAL_STEP),
+                  "as the choice counts it");
+    static_assert(shape::room_bytes + 8 * MAX_STAGES <= MOQ_GENERAL_ROOM,
                   "as the choice counts it");
     return {
         shape::threads,

@@ -12,6 +12,10 @@ extern "C" {
 #define MOQ_GENERAL_STEP      128
 #define MOQ_GENERAL_INT4_STEP 64
 
+/* Bytes of a block beside the ring: what sums begin with, and barriers of sorted tokens, at most.
+ */
+#define MOQ_GENERAL_ROOM 2048
+
 /* The shapes of tiles, as MOQ_NVFP4_MEDIUM_SHAPES has them. */
 #define MOQ_GENERAL_SHAPES(X)                                                                      \
     X(8, 4, 1, false, true)                                                                        \

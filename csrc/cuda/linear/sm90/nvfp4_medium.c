@@ -26,8 +26,10 @@ moq_nvfp4_medium_layout moq_nvfp4_medium_smem_layout(const moq_nvfp4_medium_shap
         l.turn_step = room.turn_step;
         turned = groups * l.turn_step;
     }
-    int scales = v->row_groups * v->k_groups * 4 * (2 * MOQ_NVFP4_MEDIUM_SCALES);
-    int most = BLOCK_SHARED - 1024 - MOQ_NVFP4_MEDIUM_BARRIERS * 8 - COLUMN_TERMS_BYTES - scales -
+    int beside = v->weight_step == MOQ_PACKED_STEP
+                     ? v->row_groups * v->k_groups * 4 * (2 * MOQ_NVFP4_MEDIUM_SCALES)
+                     : MOQ_GENERAL_ROOM;
+    int most = BLOCK_SHARED - 1024 - MOQ_NVFP4_MEDIUM_BARRIERS * 8 - COLUMN_TERMS_BYTES - beside -
                l.behind;
     l.stages =
         most / v->stage < MOQ_NVFP4_MEDIUM_STAGES ? most / v->stage : MOQ_NVFP4_MEDIUM_STAGES;

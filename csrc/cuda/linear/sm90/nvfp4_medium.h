@@ -433,13 +433,14 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
 }
 
 /* Puts tokens in the order that a lane's codes have, where there are S::sorters: warps between the
- * copies and the products, whose barriers are `sorted`. They take steps in turn. */
+ * copies and the products, whose barriers are `sorted`. Each has stages of its own: one that met
+ * only some phases of a barrier could take a phase for the one before the last. */
 template <class S>
 static __device__ __forceinline__ void sort_tokens(const gemm_args *a, const producer_pipeline *p,
                                                    uint32_t sorted, uint32_t room, int sorter) {
     next_copy f = begin_copies<S>(a, p);
     while (more(&f)) {
-        if (f.copied % S::sorters == sorter) {
+        if (f.slot.index % S::sorters == sorter) {
             mbarrier_wait(p->barriers.tokens + 8u * f.slot.index, f.slot.parity);
             S::copies::template sort<S>(a, p->pipeline + (uint32_t)(f.slot.index * S::stage),
                                         room + (uint32_t)(f.slot.index * S::stage_room));
