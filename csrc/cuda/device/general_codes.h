@@ -63,24 +63,12 @@ static __device__ __forceinline__ uint32_t widen(uint32_t pair, int row,
 /* What `shift_codes` adds to int4 codes. */
 template <moq_nvfp4_type TYPE> constexpr float INT4_SHIFT = TYPE == MOQ_NVFP4_F16 ? 72.0f : 136.0f;
 
-/* Returns two int4 codes of a word plus INT4_SHIFT: those at bits 4i and 4i + 16. `moves` are 2^28
- * and 2^20 that the compiler does not know, so that it shifts by products: logic has a pipe of half
- * the rate, which would bound a kernel. */
+/* Returns two int4 codes of a word plus INT4_SHIFT: those at bits 4i and 4i + 16. */
 template <moq_nvfp4_type TYPE>
-static __device__ __forceinline__ uint32_t shift_codes(uint32_t word, int i,
-                                                       const uint32_t (&moves)[2]) {
-    if (TYPE == MOQ_NVFP4_F16) { /* 64 to 79 in steps of a sixteenth of the mantissa */
-        uint32_t moved = i == 0   ? word << 4
-                         : i == 1 ? word
-                         : i == 2 ? __umulhi(word, moves[0])
-                                  : word >> 8;
-        return mask_and_flip(moved, 0x00f000f0u, 0x54805480u);
-    }
-    uint32_t moved = i == 0   ? word
-                     : i == 1 ? __umulhi(word, moves[0])
-                     : i == 2 ? word >> 8
-                              : __umulhi(word, moves[1]);
-    return mask_and_flip(moved, 0x000f000fu, 0x43084308u);
+static __device__ __forceinline__ uint32_t shift_codes(uint32_t word, int i) {
+    if (TYPE == MOQ_NVFP4_F16) /* 64 to 79 in steps of a sixteenth of the mantissa */
+        return mask_and_flip(i == 0 ? word << 4 : word >> (4 * i - 4), 0x00f000f0u, 0x54805480u);
+    return mask_and_flip(word >> 4 * i, 0x000f000fu, 0x43084308u);
 }
 
 } // namespace moq

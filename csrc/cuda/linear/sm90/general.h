@@ -61,10 +61,11 @@ struct general_tile {
                                             : consumers == 384 ? 56
                                                                : 40;
     static constexpr int copier = consumers, token_arrivals = 1;
-    /* Warps that sort tokens. One takes 1.6 us for 64 of them, so that 128 are left as they are. */
-    static constexpr int sorters = T == 8 ? 1 : T >= 128 ? 0 : T < 64 || uneven ? 2 : 4;
+    /* Warps that sort tokens. One takes 1.6 us for 64 of them, so that they pay where tokens are
+     * few or widening takes long. */
+    static constexpr int sorters = T == 8 ? 1 : T <= 32 && KIND != INT4 ? 2 : 0;
     /* int4 is multiplied as a positive number, whose sums begin with what that adds. */
-    static constexpr bool shifted = KIND == INT4 && T <= 16;
+    static constexpr bool shifted = KIND == INT4 && T == 8;
     static constexpr int stage_room = shifted ? 4 * T : 0,
                          room_bytes = MAX_STAGES * stage_room + 16;
     static constexpr int threads = consumers + (uneven ? 128 : 64 + 32 * sorters);
@@ -226,7 +227,6 @@ typedef struct {
     int apart;            /* from a row to the other */
     uint32_t now[2], next[2];
     int step, first, end; /* step of `next`; steps of the tile, which wrap around */
-    uint32_t moves[2];    /* for shift_codes */
     bool idle;            /* the tile ends before this warp's rows */
 } scale_words;
 
@@ -242,7 +242,7 @@ static __device__ __forceinline__ scale_words find_words(const gemm_args *a, con
     int tile = S::split_k ? w->number : w->number / a->columns;
     int upper = min(slab + (S::kind == INT4 ? 2 * g : g), a->n - 1);
     int lower = min(slab + (S::kind == INT4 ? 2 * g + 1 : g + 8), a->n - 1);
-    scale_words s = {.moves = {a->steps ? 1u << 28 : 0, a->steps ? 1u << 20 : 0}};
+    scale_words s = {};
     s.from = (const uint32_t *)a->weight_scale + (int64_t)upper * a->steps;
     s.apart = (lower - upper) * a->steps;
     /* From memory a word takes longer than a step. */
@@ -302,7 +302,7 @@ static __device__ __forceinline__ void widen_four(uint32_t word, int row, uint32
 template <class S, int DEPTH> constexpr int AT_ONCE = S::kind == INT4 && DEPTH >= 4 ? 4 : 2;
 
 /* Widens the codes of a product, the j-th of a load; `factor` has those of both rows. SHIFTED:
- * numbers are larger by INT4_SHIFT, for an instruction less; `factor` begins with the moves. */
+ * numbers are larger by INT4_SHIFT, for an instruction less. */
 template <class S, bool SHIFTED = false>
 static __device__ __forceinline__ void widen_product(const uint32_t (&word)[4], int j,
                                                      const uint32_t (&factor)[2][2], int product,
@@ -310,8 +310,8 @@ static __device__ __forceinline__ void widen_product(const uint32_t (&word)[4], 
 #pragma unroll
     for (int row = 0; row < 2; row++)
         if constexpr (SHIFTED) {
-            a[row] = shift_codes<S::type>(word[j], row, factor[0]);
-            a[2 + row] = shift_codes<S::type>(word[j], row + 2, factor[0]);
+            a[row] = shift_codes<S::type>(word[j], row);
+            a[2 + row] = shift_codes<S::type>(word[j], row + 2);
         } else {
             widen_four<S>(word[S::kind == INT4 ? j : 2 * j + row], row,
                           moq_nvfp4_twice(factor[row][product / 2 % 2], product / 4 != 0), &a[row],
@@ -334,7 +334,7 @@ static __device__ __forceinline__ void widen_pairs(uint32_t from, const uint32_t
 }
 
 /* Widens a piece of a step. */
-template <class S, bool SHIFTED = false>
+template <class S>
 static __device__ __forceinline__ void widen_piece(const consumer_pipeline *t, const stage_place *s,
                                                    const uint32_t (&factor)[2][2], int piece,
                                                    fragments<S> *f) {
@@ -354,7 +354,7 @@ static __device__ __forceinline__ void widen_piece(const consumer_pipeline *t, c
         load_matrices(word, from);
 #pragma unroll
         for (int j = 0; j < LOAD; j++)
-            widen_product<S, SHIFTED>(word, j, factor, product + j, f->a[i + j]);
+            widen_product<S>(word, j, factor, product + j, f->a[i + j]);
     }
 }
 
@@ -394,10 +394,8 @@ static __device__ __forceinline__ bool begin_sums(uint32_t from, const stage_pla
     return __all_sync(0xffffffffu, part[0] == part[0]);
 }
 
-/* Issues the products of a piece. Those of the first one begin the sums of the step, or add to
- * them.
- */
-template <class S, bool ADDS_ALL>
+/* Issues the products of a piece; those of the first one begin the sums of the step. */
+template <class S>
 static __device__ __forceinline__ void issue_part(const consumer_pipeline *t, const stage_place *s,
                                                   int piece, const fragments<S> *f,
                                                   float (&part)[S::T / 2]) {
@@ -407,9 +405,9 @@ static __device__ __forceinline__ void issue_part(const consumer_pipeline *t, co
         int product = piece * S::depth + i;
         uint64_t x = t->tokens + s->at / 16 + product / 4 * (S::T * STEP / 16) + product % 4 * 2;
         if constexpr (S::type == MOQ_NVFP4_F16)
-            wgmma_f16(part, f->a[i], x, ADDS_ALL || product);
+            wgmma_f16(part, f->a[i], x, product);
         else
-            wgmma_bf16(part, f->a[i], x, ADDS_ALL || product);
+            wgmma_bf16(part, f->a[i], x, product);
     }
     wgmma_commit();
 }
@@ -472,45 +470,39 @@ template <class S>
 static __device__ __forceinline__ void multiply_groups(const consumer_pipeline *t,
                                                        scale_words words, int steps, stage_place *s,
                                                        float (&sum)[S::T / 2]) {
-    uint32_t moves[2][2] = {{words.moves[0], words.moves[1]}};
+    constexpr uint32_t NO_FACTORS[2][2] = {};
     fragments<S> set[2] = {};
-    uint32_t first_sums = kept(t->room + threadIdx.x % 4 * 8);
     float part[S::T / 2];
-    bool holds = true;
     if (steps <= 0)
         return;
     mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
-    widen_piece<S, S::shifted>(t, s, moves, 0, &set[0]);
+    widen_piece<S>(t, s, NO_FACTORS, 0, &set[0]);
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
         stage_place now = *s;
         advance_words<S>(&words);
         mbarrier_wait(t->barriers.tokens + now.barriers, now.parity);
-        if (S::shifted)
-            holds = begin_sums<S>(first_sums, &now, part);
 #pragma unroll
         for (int piece = 0; piece < S::pieces; piece++) {
             fragments<S> *other = &set[1 - piece % 2];
-            issue_part<S, S::shifted>(t, &now, piece, &set[piece % 2], part);
+            issue_part<S>(t, &now, piece, &set[piece % 2], part);
             if (piece + 1 == S::pieces)
                 break;
             if (piece > 0) {
                 wgmma_wait<1>();
                 give_up<S>(other);
             }
-            widen_piece<S, S::shifted>(t, &now, moves, piece + 1, other);
+            widen_piece<S>(t, &now, NO_FACTORS, piece + 1, other);
         }
         advance_own<S>(s, t->stages);
         if (left > 1) {
             mbarrier_wait(t->barriers.weights + s->barriers, s->parity);
             wgmma_wait<1>();
             give_up<S>(&set[0]);
-            widen_piece<S, S::shifted>(t, s, moves, 0, &set[0]);
+            widen_piece<S>(t, s, NO_FACTORS, 0, &set[0]);
         }
         wgmma_wait<0>();
         give_up<S>(&set[1]);
-        if (S::shifted && !holds)
-            multiply_exactly<S>(t, &now, part);
         release<S>(t, &now);
         add_scaled<S>(&words, part, sum);
         stay_here(sum);
@@ -533,8 +525,8 @@ static __device__ __forceinline__ void skip_steps(const consumer_pipeline *t, in
     }
 }
 
-/* Adds `steps` steps from `s` on to the sums. Even and odd products of 8-bit codes have sums of
- * their own. A stage is released a step later, when all loads of it have ended. */
+/* Adds `steps` steps from `s` on to the sums. Even and odd products have sums of their own, and so
+ * has each step of int4. A stage is released a step later, when all loads of it have ended. */
 template <class S>
 static __device__ __forceinline__ void multiply_by_warps(const consumer_pipeline *t,
                                                          scale_words words, int steps,
@@ -551,7 +543,7 @@ static __device__ __forceinline__ void multiply_by_warps(const consumer_pipeline
 #pragma unroll 1
     for (int left = steps; left > 0; left--) {
         uint32_t codes[PRODUCTS / LOAD][4], x[4][4];
-        uint32_t factor[2][2] = {{words.moves[0], words.moves[1]}};
+        uint32_t factor[2][2] = {};
         bool holds = true;
         if (S::kind != INT8)
             advance_words<S>(&words);
@@ -563,8 +555,12 @@ static __device__ __forceinline__ void multiply_by_warps(const consumer_pipeline
 #pragma unroll
         for (int i = 0; i < 4; i++)
             load_tokens<S>(x[i], t->scales + s->at, i);
-        if (GROUPS)
+        if constexpr (GROUPS) {
             holds = begin_sums<S>(first_sums, s, part[0]);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                part[1][i] = 0.0f;
+        }
         if (left < steps)
             release<S>(t, &before);
         if (S::kind == E4M3_MX)
@@ -573,13 +569,16 @@ static __device__ __forceinline__ void multiply_by_warps(const consumer_pipeline
         for (int i = 0; i < PRODUCTS; i++) {
             uint32_t a[4];
             widen_product<S, S::shifted>(codes[i / LOAD], i % LOAD, factor, i, a);
-            multiply_by_warp<S>(part[GROUPS ? 0 : i % 2], a,
-                                {x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]});
+            multiply_by_warp<S>(part[i % 2], a, {x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]});
         }
         if constexpr (GROUPS) {
+            float both[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                both[i] = part[0][i] + part[1][i];
             if (!holds)
-                multiply_exactly<S>(t, s, part[0]);
-            add_scaled<S>(&words, part[0], sum);
+                multiply_exactly<S>(t, s, both);
+            add_scaled<S>(&words, both, sum);
         }
         before = *s;
         advance_own<S>(s, t->stages);
