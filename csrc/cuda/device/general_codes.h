@@ -60,7 +60,7 @@ static __device__ __forceinline__ uint32_t widen(uint32_t pair, int row,
                                base | 0x00080008u);
 }
 
-/* What `shift_codes` adds to int4 codes. */
+/* Number that `shift_codes` adds to int4 codes. */
 template <moq_nvfp4_type TYPE> constexpr float INT4_SHIFT = TYPE == MOQ_NVFP4_F16 ? 72.0f : 136.0f;
 
 /* Returns two int4 codes of a word plus INT4_SHIFT: those at bits 4i and 4i + 16. */
