@@ -60,7 +60,7 @@ def test_every_config_for_hopper(rng: Any, algo: str, dtype: str, columns: int, 
     method = case.method(dtype=dtype, device="cuda:0")
     params = method.prepare(params_to_cuda(case.listed()))
     bias = rng.standard_normal(rows).astype(np.float32)
-    for tokens in (1, 13, 70, 131):
+    for tokens in (1, 8, 13, 70, 131):
         x = random_x(rng, (tokens, columns), dtype)
         expected = case.expected(reference.as_float32(x), bias=bias, x_dtype=dtype)
         numbers = [n for kernel, n, *_ in method._plan.configs(tokens) if kernel == "cuda:sm90_general"]
@@ -71,6 +71,65 @@ def test_every_config_for_hopper(rng: Any, algo: str, dtype: str, columns: int, 
             out = poisoned(tokens, rows, dtype=dtype)
             method(to_cuda(x, dtype), params, to_cuda(bias), out=out)
             assert_close(to_numpy(out), expected, dtype)
+
+
+@each("algo, dtype", HOPPER)
+def test_no_config_for_hopper_reads_a_stage_too_early_or_too_late(rng: Any, algo: str, dtype: str) -> None:
+    """Every stage is filled many times, as races are rare; a call gives what the first one gave."""
+    needs_hopper()
+    case = random_case(rng, algo, 4096, [4032])
+    method = case.method(dtype=dtype, device="cuda:0")
+    params = method.prepare(params_to_cuda(case.listed()))
+    for tokens in (1, 70, 256):
+        x = to_cuda(random_x(rng, (tokens, 4096), dtype), dtype)
+        for kernel, number, *_ in method._plan.configs(tokens):
+            if kernel == "cuda:sm90_general":
+                method._plan.keep(tokens, kernel, number + 1)
+                first = method(x, params)
+                assert all(torch.equal(method(x, params), first) for _ in range(8)), number
+
+
+@each("dtype", ["bfloat16", "float16"])
+def test_int4_of_extreme_tokens_for_hopper(rng: Any, dtype: str) -> None:
+    """Few tokens meet shifted codes, whose sums an infinity or a large x takes out of float32."""
+    needs_hopper()
+    case = random_case(rng, "W4A16_AWQ", 640, [258])
+    method = case.method(dtype=dtype, device="cuda:0")
+    params = method.prepare(params_to_cuda(case.listed()))
+    for tokens in (4, 8, 16):
+        x = random_x(rng, (tokens, 640), dtype)
+        x[1, 77] = reference.encode(np.float32([np.inf]), dtype)[0]
+        x[2, ::2] = reference.encode(np.float32([8 if dtype == "float16" else 1e34]), dtype)[0]
+        with np.errstate(invalid="ignore"):
+            expected = case.expected(reference.as_float32(x), x_dtype=dtype)
+        others = [0, *range(3, tokens)]
+        for kernel, number, *_ in method._plan.configs(tokens):
+            if kernel == "cuda:sm90_general":
+                method._plan.keep(tokens, kernel, number + 1)
+                y = to_numpy(method(to_cuda(x, dtype), params))
+                for rows in (others, [2]):
+                    assert_close(y[rows], expected[rows], dtype)
+                values = reference.as_float32(y[1])
+                np.testing.assert_array_equal(np.isnan(values), np.isnan(expected[1]))
+                np.testing.assert_array_equal(np.isinf(values), np.isinf(expected[1]))
+
+
+def test_exponents_at_either_end_for_hopper(rng: Any, monkeypatch: Any) -> None:
+    """Rows of every power of two that the kernel holds, and one more, which must not look like a number."""
+    needs_hopper()
+    monkeypatch.setenv("MOQEXT_KERNEL", "cuda:sm90_general")
+    low, high = 127 - 108, 127 + 23
+    case = random_case(rng, "MXFP8", 256, [high - low + 2])
+    powers = np.arange(low, high + 2, dtype=np.uint8)
+    case.parts[0]["weight_scale"] = np.repeat(powers[:, None], 8, 1)
+    method = case.method(device="cuda:0")
+    params = method.prepare(params_to_cuda(case.listed()))
+    x = random_x(rng, (9, 256), "bfloat16")
+    y = reference.as_float32(to_numpy(method(to_cuda(x, "bfloat16"), params))).astype(np.float64)
+    expected = case.expected(reference.as_float32(x))[:, :-1]
+    assert not np.isfinite(y[:, -1]).any()
+    errors = np.linalg.norm(y[:, :-1] - expected, axis=0) / np.linalg.norm(expected, axis=0)
+    assert errors.max() <= 2**-8  # half of bfloat16's last bit
 
 
 @each("dtype", ["bfloat16", "float16"])

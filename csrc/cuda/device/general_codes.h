@@ -60,15 +60,30 @@ static __device__ __forceinline__ uint32_t widen(uint32_t pair, int row,
                                base | 0x00080008u);
 }
 
-/* Exponents of E8M0 scales are lowered by 8, so that bf16 holds a scale times 2^120 up to 2^15;
+/* Exponents of E8M0 scales are lowered by 16, so that bf16 holds a scale times 2^120 up to 2^23;
  * larger ones become infinite. */
-#define LOWERED 256.0f
+#define LOWERED 65536.0f
 
-/* Returns 2^112 times the scale of a group of 32 columns, byte `group` of a word, twice: what makes
- * of e4m3 * 2^-120 the weight * 2^-8. */
+/* Returns 2^104 times two scales, whose codes are in two halves: what makes of e4m3 * 2^-120 the
+ * weight * 2^-16. */
+static __device__ __forceinline__ uint32_t e8m0_factors(uint32_t codes) {
+    return (__vminu2(codes, 0x00970097u) + 0x00680068u) << 7;
+}
+
+/* Returns the factor of a group of 32 columns, byte `group` of a word, twice. */
 static __device__ __forceinline__ uint32_t e8m0_factor(uint32_t word, int group) {
-    uint32_t code = __byte_perm(word, 0, 0x4040 + 0x101 * group);
-    return (__vminu2(code, 0x008f008fu) + 0x00700070u) << 7;
+    return e8m0_factors(__byte_perm(word, 0, 0x4040 + 0x101 * group));
+}
+
+/* Number that `shift_codes` adds to int4 codes. */
+template <moq_nvfp4_type TYPE> constexpr float INT4_SHIFT = TYPE == MOQ_NVFP4_F16 ? 72.0f : 136.0f;
+
+/* Returns two int4 codes of a word plus INT4_SHIFT: those at bits 4i and 4i + 16. */
+template <moq_nvfp4_type TYPE>
+static __device__ __forceinline__ uint32_t shift_codes(uint32_t word, int i) {
+    if (TYPE == MOQ_NVFP4_F16) /* 64 to 79 in steps of a sixteenth of the mantissa */
+        return mask_and_flip(i == 0 ? word << 4 : word >> (4 * i - 4), 0x00f000f0u, 0x54805480u);
+    return mask_and_flip(word >> 4 * i, 0x000f000fu, 0x43084308u);
 }
 
 } // namespace moq

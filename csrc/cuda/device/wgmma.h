@@ -148,6 +148,32 @@ WGMMA_OF_REGISTERS(f16, 256, 128, 128, 129, 130, 131, 132)
 
 #undef WGMMA_OF_REGISTERS
 
+/* Products of 16-bit matrices, A from registers: d += A B^T, or d = A B^T where `add` is 0. */
+#define WGMMA_PART_OF_REGISTERS(type, columns, sums, a0, a1, a2, a3, right, more)                  \
+    static __device__ __forceinline__ void wgmma_##type(float (&d)[sums], const uint32_t (&a)[4],  \
+                                                        uint64_t b, int add) {                     \
+        asm volatile("{\n"                                                                         \
+                     ".reg .pred p;\n"                                                             \
+                     "setp.ne.b32 p, %" #more ", 0;\n"                                             \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." #type "." #type       \
+                     " {" NUMBERS_##sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #right   \
+                                         ", p, 1, 1, 0;\n"                                         \
+                                         "}"                                                       \
+                     : FLOATS_##sums(d, 0)                                                         \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));              \
+    }
+
+WGMMA_PART_OF_REGISTERS(bf16, 16, 8, 8, 9, 10, 11, 12, 13)
+WGMMA_PART_OF_REGISTERS(bf16, 32, 16, 16, 17, 18, 19, 20, 21)
+WGMMA_PART_OF_REGISTERS(bf16, 64, 32, 32, 33, 34, 35, 36, 37)
+WGMMA_PART_OF_REGISTERS(bf16, 128, 64, 64, 65, 66, 67, 68, 69)
+WGMMA_PART_OF_REGISTERS(f16, 16, 8, 8, 9, 10, 11, 12, 13)
+WGMMA_PART_OF_REGISTERS(f16, 32, 16, 16, 17, 18, 19, 20, 21)
+WGMMA_PART_OF_REGISTERS(f16, 64, 32, 32, 33, 34, 35, 36, 37)
+WGMMA_PART_OF_REGISTERS(f16, 128, 64, 64, 65, 66, 67, 68, 69)
+
+#undef WGMMA_PART_OF_REGISTERS
+
 /* ---- e4m3, A from registers: d = A B^T, or d += A B^T, for 32 columns. A thread has the 4 columns
  * of A from t % 4 * 4 on, of the upper row in a[0] and the lower in a[1], and the columns 16
  * further in a[2] and a[3]. ---- */

@@ -4,8 +4,8 @@
  * C is e4m3 with an E8M0 scale s for 32 columns, int8 with a factor fw a row, or int4 in pairs of
  * rows with a float32 scale for 128 columns, all as the checkpoint stores them. x and y are 16-bit
  * matrices of contiguous rows. Codes become 16-bit numbers exactly: e4m3 times its scale in
- * bfloat16, whose weights below 2^-116 lose bits below 2^-125; products of int4 are scaled in
- * float32 every 128 columns.
+ * bfloat16, where scales from 2^-108 to 2^23 are exact, smaller ones lose bits and larger ones
+ * become infinite; products of int4 are scaled in float32 every 128 columns.
  *
  * Tile, pipeline, split-K and stream-K tail are those of the NVFP4 kernels (nvfp4_medium.h), the
  * mainloops are in general.h; here are the MXFP8 kernels and the launch.
@@ -19,7 +19,8 @@ namespace moq::general {
 
 #define BFLOAT16(...) GENERAL_VARIANT(E4M3_MX, MOQ_NVFP4_BF16, __VA_ARGS__)
 
-static const variant E4M3_VARIANTS[] = {MOQ_GENERAL_SHAPES(BFLOAT16)};
+static const variant E4M3_VARIANTS[] = {MOQ_GENERAL_SHAPES(BFLOAT16)
+                                            MOQ_GENERAL_WIDE_SHAPES(BFLOAT16)};
 
 static const variant *variants_of(const moq_linear_spec *spec) {
     switch (spec->weight) {
@@ -36,7 +37,7 @@ static const variant *variants_of(const moq_linear_spec *spec) {
 static moq_status map_rows(CUtensorMap *map, const moq_linear_call *call,
                            const moq_nvfp4_medium_config *config, moq_err *err) {
     const moq_linear_spec *spec = call->spec;
-    int64_t box = moq_code_rows_of(spec->weight, config->shape->row_groups * 64);
+    int64_t box = moq_code_rows_of(spec->weight, config->rows);
     return moq_tensor_map_rows(map, call->weight,
                                moq_code_rows_of(spec->weight, spec->out_features),
                                spec->in_features, spec->in_features, (uint32_t)box, err);

@@ -12,8 +12,15 @@ extern "C" {
 #define MOQ_GENERAL_STEP      128
 #define MOQ_GENERAL_INT4_STEP 64
 
+/* Bytes of a block beside the ring: what sums begin with, and barriers of sorted tokens, at most.
+ */
+#define MOQ_GENERAL_ROOM 2048
+
 /* The shapes of tiles, as MOQ_NVFP4_MEDIUM_SHAPES has them. */
 #define MOQ_GENERAL_SHAPES(X)                                                                      \
+    X(8, 4, 1, false, true)                                                                        \
+    X(8, 2, 2, true, false)                                                                        \
+    X(8, 1, 2, true, false)                                                                        \
     X(16, 4, 1, false, true)                                                                       \
     X(16, 3, 1, false, true)                                                                       \
     X(16, 2, 2, true, false)                                                                       \
@@ -27,6 +34,11 @@ extern "C" {
     X(64, 1, 2, true, false)                                                                       \
     X(128, 2, 1, false, true)                                                                      \
     X(128, 2, 1, true, false)
+
+/* More shapes of 8-bit weights: sums of int4 take twice the registers. */
+#define MOQ_GENERAL_WIDE_SHAPES(X)                                                                 \
+    X(128, 4, 1, false, true)                                                                      \
+    X(256, 2, 1, false, true)
 
 /* Expands the call's config. */
 moq_nvfp4_medium_config moq_general_expand_config(const moq_linear_call *call);

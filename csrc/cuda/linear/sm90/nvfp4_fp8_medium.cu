@@ -40,6 +40,8 @@ template <int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_K> struct folded_tile
     /* Codes are loaded before the previous unit is folded, where registers allow. */
     static constexpr bool ahead = T < 128 || consumers < 384;
     static constexpr int copier = consumers, token_arrivals = 1;
+    static constexpr int sorters = 0;
+    static constexpr int room_bytes = consumers / 32 * (2 * MOQ_NVFP4_MEDIUM_SCALES);
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
     static constexpr int weight_bytes = weight_rows / 16 * 2 * UNIT;

@@ -9,7 +9,8 @@
 
 #include <stdio.h>
 
-#define LEAST_STAGES 3
+#define LEAST_STAGES 3 /* and two of tiles of many tokens, whose steps take long */
+#define MANY_TOKENS  128
 #define MOST         (1 << 22)   /* tokens */
 #define MOST_OUTPUTS (1ll << 40) /* tiles are counted in 32 bits */
 
@@ -25,13 +26,15 @@ moq_nvfp4_medium_layout moq_nvfp4_medium_smem_layout(const moq_nvfp4_medium_shap
         l.turn_step = room.turn_step;
         turned = groups * l.turn_step;
     }
-    int scales = v->row_groups * v->k_groups * 4 * (2 * MOQ_NVFP4_MEDIUM_SCALES);
-    int most = BLOCK_SHARED - 1024 - MOQ_NVFP4_MEDIUM_BARRIERS * 8 - COLUMN_TERMS_BYTES - scales -
+    int beside = v->weight_step == MOQ_PACKED_STEP
+                     ? v->row_groups * v->k_groups * 4 * (2 * MOQ_NVFP4_MEDIUM_SCALES)
+                     : MOQ_GENERAL_ROOM;
+    int most = BLOCK_SHARED - 1024 - MOQ_NVFP4_MEDIUM_BARRIERS * 8 - COLUMN_TERMS_BYTES - beside -
                l.behind;
     l.stages =
         most / v->stage < MOQ_NVFP4_MEDIUM_STAGES ? most / v->stage : MOQ_NVFP4_MEDIUM_STAGES;
     l.stages -= l.stages % v->k_groups;
-    if (l.stages < LEAST_STAGES || l.stages < 2 * v->k_groups ||
+    if (l.stages < (v->tokens < MANY_TOKENS ? LEAST_STAGES : 2) || l.stages < 2 * v->k_groups ||
         (v->split_k && l.turn + turned > l.stages * v->stage))
         l.stages = 0;
     if (!v->split_k)
@@ -48,17 +51,28 @@ int64_t moq_nvfp4_medium_tokens(int64_t m, const moq_nvfp4_medium_config *geomet
     return divide_up(divide_up(m, geometry->columns), unit) * unit;
 }
 
+/* Returns the rows of W of a tile: as few as come out in as many rounds, whole sixteens, so that
+ * all blocks read W. Packed weights have tiles of all rows. */
+static int rows_of_tile(const moq_linear_spec *spec, const moq_nvfp4_medium_shape *v,
+                        int64_t columns, int64_t most) {
+    int64_t rows = 64 * v->row_groups, tiles = divide_up(spec->out_features, rows) * columns;
+    if (v->weight_step == MOQ_PACKED_STEP)
+        return (int)rows;
+    int64_t row_tiles = divide_up(tiles, most) * most / columns;
+    return (int)(divide_up(divide_up(spec->out_features, row_tiles), 16) * 16);
+}
+
 /* Tiles of a shape, whose K the blocks of a cluster share, or whose last rounds all blocks share
  * evenly by steps. */
 static moq_nvfp4_medium_config partition_work(const moq_linear_spec *spec, int64_t m,
                                               const moq_nvfp4_medium_shape *v, int index,
                                               int cluster, bool tail) {
-    moq_nvfp4_medium_config geometry = {v, index, cluster,
-                                        divide_up(spec->out_features, 64 * v->row_groups),
-                                        divide_up(m, v->tokens)};
+    int64_t most = moq_clusters_that_fit(&spec->target, cluster), columns = divide_up(m, v->tokens);
+    int rows = tail ? 64 * v->row_groups : rows_of_tile(spec, v, columns, most);
+    moq_nvfp4_medium_config geometry = {
+        v, index, cluster, rows, divide_up(spec->out_features, rows), columns};
     int64_t tiles = geometry.row_tiles * geometry.columns,
             steps = divide_up(spec->in_features, MOQ_NVFP4_MEDIUM_STEP);
-    int64_t most = moq_clusters_that_fit(&spec->target, cluster);
     geometry.workers = tiles < most ? tiles : most;
     if (tail) {
         stream_k_split tail = stream_k_split_of(tiles, steps, most);
@@ -86,13 +100,16 @@ static bool count(const moq_problem *p, const moq_nvfp4_medium_shape *shapes, in
     const moq_linear_spec *spec = p->layer;
     const moq_nvfp4_medium_shape *v = &shapes[config % shape_count];
     bool tail = config >= shape_count;
-    moq_nvfp4_medium_config geometry = partition_work(spec, p->tokens, v, 0, 1, false);
-    int64_t tiles = geometry.row_tiles * geometry.columns;
-    w->blocks = v->split_k ? parts_for(spec, tiles, v) : 1;
+    int64_t columns = divide_up(p->tokens, v->tokens);
+    int64_t tiles = divide_up(spec->out_features, 64 * v->row_groups) * columns;
+    w->blocks = v->split_k                                      ? parts_for(spec, tiles, v)
+                : moq_nvfp4_medium_smem_layout(v, 1).stages > 0 ? 1
+                                                                : 0;
     if (w->blocks == 0 || (tail && !v->shared) || tiles >= INT32_MAX / 2 ||
-        (v->split_k && (geometry.columns > 65535 || geometry.row_tiles > 65535)))
+        (v->split_k && (columns > 65535 || tiles > 65535)))
         return false;
-    geometry = partition_work(spec, p->tokens, v, 0, w->blocks, tail);
+    moq_nvfp4_medium_config geometry = partition_work(spec, p->tokens, v, 0, w->blocks, tail);
+    tiles = geometry.row_tiles * geometry.columns;
     double rounds = (double)divide_up(tiles, geometry.workers);
     double turns = tail ? (double)tiles / (double)geometry.workers : rounds;
     double steps = (double)divide_up(spec->in_features, MOQ_NVFP4_MEDIUM_STEP);
@@ -183,10 +200,13 @@ FAMILY(SM90_NVFP4_FP8_MEDIUM, nvfp4_fp8_medium, MOQ_NVFP4_FP8_MEDIUM_SHAPES, FOL
 #define GENERAL_SHAPE(...) SHAPE(2, MOQ_GENERAL_STEP, __VA_ARGS__)
 #define INT4_SHAPE(...)    SHAPE(2, MOQ_GENERAL_INT4_STEP, __VA_ARGS__)
 
-static const moq_nvfp4_medium_shape GENERAL_SHAPES[] = {MOQ_GENERAL_SHAPES(GENERAL_SHAPE)};
-static const moq_nvfp4_medium_shape INT4_SHAPES[] = {MOQ_GENERAL_SHAPES(INT4_SHAPE)};
+static const moq_nvfp4_medium_shape GENERAL_SHAPES[] = {MOQ_GENERAL_SHAPES(GENERAL_SHAPE)
+                                                            MOQ_GENERAL_WIDE_SHAPES(GENERAL_SHAPE)};
 
 enum { GENERAL_COUNT = sizeof GENERAL_SHAPES / sizeof *GENERAL_SHAPES };
+
+/* Shapes that int4 does not have have no tokens. */
+static const moq_nvfp4_medium_shape INT4_SHAPES[GENERAL_COUNT] = {MOQ_GENERAL_SHAPES(INT4_SHAPE)};
 
 /* Tokens up to which the kernel was timed; the library multiplies more of them. */
 #define GENERAL_MOST 256
@@ -204,7 +224,8 @@ static bool work_general(const moq_problem *p, int config, moq_load *w) {
     moq_weight_layout weight = ((const moq_linear_spec *)p->layer)->weight;
     kind of = weight == MOQ_WEIGHT_INT4_GROUP ? INT4 : weight == MOQ_WEIGHT_INT8_ROW ? INT8 : E4M3;
     w->rates = (int)of * 2 * GENERAL_COUNT + config;
-    return count(p, general_shapes_of(p->layer), GENERAL_COUNT, config, w);
+    const moq_nvfp4_medium_shape *shapes = general_shapes_of(p->layer);
+    return shapes[config % GENERAL_COUNT].tokens && count(p, shapes, GENERAL_COUNT, config, w);
 }
 
 static const moq_configs GENERAL = {

@@ -32,6 +32,7 @@ static_assert(MAX_STAGES == MOQ_NVFP4_MEDIUM_STAGES, "as the choice counts them"
 
 typedef struct {
     int m, n;
+    int rows;      /* of W in a tile (general.h) */
     int steps;     /* steps of 128 columns */
     int row_tiles; /* tiles along W */
     int columns;   /* tiles along the tokens */
@@ -78,6 +79,8 @@ template <moq_nvfp4_type TYPE, int T_, int ROW_GROUPS, int K_GROUPS, bool SPLIT_
     static constexpr int copier_registers = consumers == 512 ? 32 : 56;
     /* One warp copies weights, another tokens. */
     static constexpr int copier = consumers, token_arrivals = 1;
+    static constexpr int sorters = 0; /* warps that put tokens in another order, in turn */
+    static constexpr int room_bytes = consumers / 32 * (2 * MOQ_NVFP4_MEDIUM_SCALES);
     static constexpr int threads = consumers + (uneven ? 128 : 64);
     static constexpr int weight_rows = 64 * ROW_GROUPS, tokens = T;
     static constexpr int weight_bytes = weight_rows / 16 * 2 * UNIT;
@@ -160,7 +163,7 @@ struct operand_copies {
 typedef struct {
     stage_barriers barriers;
     uint32_t codes, scales; /* addresses of this lane */
-    uint32_t room;          /* of this warp: decoded scales of two steps */
+    uint32_t room;          /* of this warp: decoded scales of two steps; or of the block */
     uint64_t tokens;        /* operand of wgmma */
     uint32_t stages;
 } consumer_pipeline;
@@ -429,6 +432,27 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const consume
     }
 }
 
+/* Puts tokens in the order that a lane's codes have, where there are S::sorters: warps between the
+ * copies and the products, whose barriers are `sorted`. Each has stages of its own: one that met
+ * only some phases of a barrier could take a phase for the one before the last. */
+template <class S>
+static __device__ __forceinline__ void sort_tokens(const gemm_args *a, const producer_pipeline *p,
+                                                   uint32_t sorted, uint32_t room, int sorter) {
+    next_copy f = begin_copies<S>(a, p);
+    while (more(&f)) {
+        if (f.slot.index % S::sorters == sorter) {
+            mbarrier_wait(p->barriers.tokens + 8u * f.slot.index, f.slot.parity);
+            S::copies::template sort<S>(a, p->pipeline + (uint32_t)(f.slot.index * S::stage),
+                                        room + (uint32_t)(f.slot.index * S::stage_room));
+            fence_async_proxy();
+            __syncwarp();
+            if (threadIdx.x % 32 == 0)
+                mbarrier_arrive(sorted + 8u * f.slot.index);
+        }
+        advance_copy<S>(a, p, &f);
+    }
+}
+
 template <class S, class P, bool STREAM_K>
 static __global__ void __launch_bounds__(S::threads, 1)
     nvfp4_medium(const __grid_constant__ CUtensorMap weights,
@@ -437,7 +461,8 @@ static __global__ void __launch_bounds__(S::threads, 1)
     extern __shared__ __align__(1024) uint8_t smem[];
     __shared__ __align__(8) uint64_t barrier[BARRIERS];
     __shared__ column_terms<S> terms[S::consumers / 128];
-    __shared__ __align__(16) uint8_t scales[S::consumers / 32 * (2 * SCALES)];
+    __shared__ __align__(16) uint8_t beside[S::room_bytes];
+    __shared__ __align__(8) uint64_t sorted_barrier[S::sorters ? MAX_STAGES : 1];
     static_assert(sizeof terms <= COLUMN_TERMS_BYTES, "as the launch counts them");
     uint32_t first = fixed_shared_address(barrier), pipeline = fixed_shared_address(smem);
     stage_barriers barriers = {first, first + 8 * MAX_STAGES, first + 16 * MAX_STAGES};
@@ -446,13 +471,18 @@ static __global__ void __launch_bounds__(S::threads, 1)
     producer_pipeline p = {
         &weights, &tokens, pipeline, 0, barriers, args.columns == 1 ? once : keep, keep, 0};
     next_copy f = {};
+    uint32_t sorted = fixed_shared_address(sorted_barrier);
     launch_dependents();
+    if (S::sorters && threadIdx.x == S::copier + 64)
+        for (int i = 0; i < args.stages; i++)
+            mbarrier_init(sorted + 8u * i, 1);
     set_up<S>(&args, &p, &meet, &f);
     if (threadIdx.x < S::consumers) {
         if (S::uneven)
             more_registers<S::registers>();
-        uint32_t room = shared_address(scales) + threadIdx.x / 32 * (2 * SCALES);
-        consumer_pipeline t = {barriers,
+        uint32_t room = shared_address(beside) + (S::sorters ? 0 : threadIdx.x / 32 * (2 * SCALES));
+        stage_barriers read = {first, S::sorters ? sorted : barriers.tokens, barriers.empty};
+        consumer_pipeline t = {read,
                                kept(S::copies::template codes<S>(pipeline)),
                                kept(S::copies::template scales<S>(pipeline)),
                                room,
@@ -468,6 +498,11 @@ static __global__ void __launch_bounds__(S::threads, 1)
             produce_weights<S>(&args, &p, f);
         else if (threadIdx.x == S::copier + 32)
             produce_tokens<S>(&args, &p);
+        if constexpr (S::sorters > 0) {
+            int sorter = (int)threadIdx.x / 32 - S::copier / 32 - 2;
+            if (sorter >= 0 && sorter < S::sorters)
+                sort_tokens<S>(&args, &p, sorted, shared_address(beside), sorter);
+        }
     }
 }
 

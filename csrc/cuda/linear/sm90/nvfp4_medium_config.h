@@ -81,6 +81,7 @@ typedef struct {
     const moq_nvfp4_medium_shape *shape; /* NULL where there is none */
     int index;                           /* of the shape */
     int cluster;                         /* blocks that share K */
+    int rows;                            /* of W in a tile */
     int64_t row_tiles, columns, workers;
     int64_t tail_tiles; /* tiles that are shared evenly */
 } moq_nvfp4_medium_config;
