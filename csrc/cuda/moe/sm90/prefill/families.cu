@@ -26,7 +26,7 @@ static moq_status fp8_load_x(const moe::slot_chunk *chunk, moe::expert_product *
     if (fp8_has_own_x(chunk->call))
         return moe::make_rows_of_x(chunk, p->groups, x, err);
     p->early = true;
-    return make_rows_of_tokens(chunk, p->groups, x, p->written, err);
+    return make_rows_of_tokens(chunk, p->groups, x, err);
 }
 
 static int64_t fp8_u_bytes(const moq_moe_call *call) {
@@ -69,16 +69,23 @@ static moe::row_tiling nvfp4_tiling_of(const moq_moe_call *call, double) {
             false};
 }
 
+#define MOST_GATHERED 64 /* rows of tiles that gather */
+
+/* True if a slot's weight or expert changes its x. */
+static bool nvfp4_has_own_x(const moq_moe_call *call) {
+    return call->weights_on_input || call->w13.pre_quant_scale;
+}
+
 /* Loads x. Small tiles gather their rows; large ones would wait for them
  * (docs/lab/experts-prefill.md). */
 static moq_status nvfp4_load_x(const moe::slot_chunk *chunk, moe::expert_product *p,
                                moe::expert_rows *x, moq_err *err) {
     const moq_moe_call *call = chunk->call;
-    if (call->weights_on_input || call->w13.pre_quant_scale)
+    if (nvfp4_has_own_x(call))
         return moe::make_rows_of_x(chunk, p->groups, x, err);
-    if (chunk->tile_rows > 64) {
+    if (chunk->tile_rows > MOST_GATHERED) {
         p->early = true;
-        return make_rows_of_tokens(chunk, p->groups, x, NULL, err);
+        return make_rows_of_tokens(chunk, p->groups, x, err);
     }
     int64_t stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
     x->data = (uint8_t *)call->x->data + chunk->first * stride;
@@ -92,13 +99,20 @@ static int64_t nvfp4_u_bytes(const moq_moe_call *call) {
                                     : 0;
 }
 
+/* True if the second product may start while the first one runs: with small tiles, as memory bounds
+ * both. No kernel may change g between them. */
+static bool nvfp4_links(const moe::slot_chunk *chunk) {
+    const moq_moe_call *call = chunk->call;
+    return chunk->tile_rows <= MOST_GATHERED && !nvfp4_has_own_x(call) && nvfp4_u_bytes(call) == 0;
+}
+
 static const moe::expert_kernels NVFP4_PREFILL = {nvfp4_format_of,
                                                   nvfp4_tiling_of,
                                                   multiply_nvfp4,
                                                   nvfp4_load_x,
                                                   nvfp4_u_bytes,
                                                   moe::make_rows_of_g,
-                                                  NULL,
+                                                  nvfp4_links,
                                                   true,
                                                   true};
 
@@ -116,6 +130,7 @@ static moe::row_tiling folded_tiling_of(const moq_moe_call *call, double) {
 
 static moq_status folded_load_x(const moe::slot_chunk *chunk, moe::expert_product *p,
                                 moe::expert_rows *x, moq_err *err) {
+    p->early = !nvfp4_has_own_x(chunk->call);
     return make_paired_rows_of_x(chunk, p->groups, x, err);
 }
 

@@ -80,15 +80,15 @@ struct unit_shape {
      * + 8]. */
     static constexpr int scales = own_units * 128;
     static constexpr int at_once = large ? 32 : 16; /* rows of an epilogue step */
-    /* Bytes of staged outputs of a warpgroup: a row of g and all rows, with sums that warps of gate
-     * and of up hand each other; pieces of d, unless it is stored from registers. */
+    /* Bytes of staged outputs of a warpgroup: rows of g, with sums that warps of gate and of up
+     * hand each other; pieces of d; nothing if outputs are stored from registers. */
     static constexpr bool from_registers = MOST <= 64;
     static constexpr bool rounds_d = TYPE == MOQ_NVFP4_BF16;
     static constexpr int row_bytes = columns_of_wave * 2;
     static constexpr int piece_bytes = at_once * (rounds_d ? 128 : 256);
-    static constexpr int room = FOR != OF_D
-                                    ? at_once * row_bytes + (mixed ? at_once / 16 * HANDED : 0)
+    static constexpr int room = mixed            ? at_once * row_bytes + at_once / 16 * HANDED
                                 : from_registers ? 0
+                                : FOR != OF_D    ? at_once * row_bytes
                                                  : D_PIECES * piece_bytes;
     template <int M> using of_width = unit_shape<TYPE, FOR, MOST, M, UNITS, WAVES>;
 };
@@ -129,10 +129,35 @@ template <class S> static __device__ __forceinline__ constexpr int widths_of(voi
 
 /* The tile scheduler in shared memory: bits of widths, and a queue of published tiles. */
 typedef struct {
-    int4 place[SCHEDULER_STAGES]; /* expert, first row, rows, tile of W; -1 after the last tile */
+    int4 published[SCHEDULER_STAGES]; /* expert, first row, rows, tile of W; -1 after the last tile */
     uint32_t suits[MOST_WIDTHS * NOTED_WORDS]; /* [width][word] */
-    int end;                                   /* number of all tiles */
+    place reserved;                            /* the block's reserved tile, if it has one */
+    int end;                                   /* number of tiles that are not reserved */
 } scheduler_state;
+
+/* True if the block has a reserved tile. */
+static __device__ __forceinline__ bool holds_reserved(const gemm_args *a) {
+    return (int)blockIdx.x < a->reserved * a->row_tiles;
+}
+
+/* Returns the tile of W that is reserved for the block, without its rows. */
+static __device__ __forceinline__ place reserved_place(const gemm_args *a) {
+    int expert = (int)blockIdx.x / a->row_tiles;
+    return {{expert, 0, 0}, (int)blockIdx.x - expert * a->row_tiles};
+}
+
+/* Returns the width by which a tile is found, 0 if it is reserved. The block notes the rows of its
+ * own. */
+template <class S>
+static __device__ __forceinline__ int noted_width(const gemm_args *a, scheduler_state *b,
+                                                  int tile) {
+    moe::row_tile rows = a->tiles[tile];
+    if (rows.expert >= a->reserved || (tile > 0 && a->tiles[tile - 1].expert == rows.expert))
+        return width_of<S>(a, rows.rows);
+    if (holds_reserved(a) && rows.expert == b->reserved.rows.expert)
+        b->reserved.rows = rows;
+    return 0;
+}
 
 /* Notes the widths of tiles in bits, by all warps before the block synchronizes. */
 template <class S>
@@ -141,15 +166,20 @@ static __device__ __forceinline__ void note_widths(const gemm_args *a, scheduler
 #pragma unroll 1
     for (int word = threadIdx.x / 32; words <= NOTED_WORDS && word < words;
          word += S::warpgroups * 4 + 4) {
-        int tile = 32 * word + lane, own = tile < count ? width_of<S>(a, a->tiles[tile].rows) : 0;
+        int tile = 32 * word + lane, own = tile < count ? noted_width<S>(a, b, tile) : 0;
         uint32_t *to = b->suits + word;
+        if (a->reserved) {
+            int free = __popc(__ballot_sync(ALL_LANES, own > 0));
+            if (lane == 0)
+                atomicAdd(&b->end, free * a->row_tiles);
+        }
         for (int width = S::tokens; width; width = width_after<S>(width), to += words) {
             uint32_t suits = __ballot_sync(ALL_LANES, own == width);
             if (lane == 0)
                 *to = suits;
         }
     }
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0 && !a->reserved)
         b->end = count * a->row_tiles;
 }
 
@@ -225,7 +255,7 @@ static __device__ __forceinline__ void publish_tile(scheduler_state *b, uint32_t
                                                     pipeline_state *at, const place *p) {
     mbarrier_wait(posted + 8u * (SCHEDULER_STAGES + at->index), at->parity ^ 1);
     if (threadIdx.x % 32 == 0) {
-        b->place[at->index] = make_int4(p->rows.expert, p->rows.first, p->rows.rows, p->along);
+        b->published[at->index] = make_int4(p->rows.expert, p->rows.first, p->rows.rows, p->along);
         mbarrier_arrive(posted + 8u * at->index);
     }
     advance(at, SCHEDULER_STAGES);
@@ -241,7 +271,7 @@ typedef struct {
 
 static __device__ __forceinline__ void fetch_next_tile(scheduler_consumer *r) {
     mbarrier_wait(r->posted + 8u * r->at.index, r->at.parity);
-    int4 p = r->state->place[r->at.index];
+    int4 p = r->state->published[r->at.index];
     r->now = {{p.x, p.y, p.z}, p.w};
     warp_releases<false>(r->posted + 8u * (SCHEDULER_STAGES + r->at.index));
     advance(&r->at, SCHEDULER_STAGES);
@@ -303,6 +333,26 @@ static __device__ __forceinline__ void copy_units(const gemm_args *a, const feed
                         policy);
 }
 
+/* Copies the units of the first steps of the block's reserved tile, as many as there are stages, by
+ * one thread. They are weights, which do not depend on other kernels. */
+template <class S>
+static __device__ __forceinline__ void copy_reserved(const gemm_args *a, const feed *f) {
+    place p = reserved_place(a);
+    uint64_t policy = policy_evict_normal();
+    pipeline_state slot = {0, 0};
+#pragma unroll 1
+    for (int step = 0; step < min(a->stages, a->steps); step++) {
+        copy_units<S>(a, f, &p, step, &slot, policy);
+        advance(&slot, a->stages);
+    }
+}
+
+/* Returns the steps of a tile. A reserved one whose expert has no rows ends with what was copied
+ * for it already. */
+static __device__ __forceinline__ int steps_of(const gemm_args *a, const place *p) {
+    return p->rows.rows > 0 ? a->steps : min(a->stages, a->steps);
+}
+
 /* Acquires the tiles, each while the copies of the one before are in flight, and copies their
  * units. */
 template <class S>
@@ -310,20 +360,26 @@ static __device__ __forceinline__ void produce_units(const gemm_args *a, const f
     pipeline_state slot = {0, 0}, at = {0, 0};
     uint64_t policy = policy_evict_normal();
     tile_search search = {0, 0};
-    int number = (int)blockIdx.x, lane = threadIdx.x % 32;
-    while (number < f->tiles->end) {
-        place p = find_tile<S>(a, f->tiles, &search, number);
+    int lane = threadIdx.x % 32, first = a->reserved ? 0 : (int)gridDim.x;
+    int number = (int)blockIdx.x, copied = holds_reserved(a) ? a->stages : 0;
+    if (a->reserved && !copied) {
+        number = lane == 0 ? count_up(a->acquired) : 0;
+        number = __shfl_sync(ALL_LANES, number, 0);
+    }
+    while (copied || number < f->tiles->end) {
+        place p = copied ? f->tiles->reserved : find_tile<S>(a, f->tiles, &search, number);
         int acquired = 0; /* arrives before the next tile's turn: nothing uses it earlier */
         publish_tile(f->tiles, f->posted, &at, &p);
         if (lane == 0)
             acquired = count_up(a->acquired);
-        for (int step = 0; step < a->steps; step++) {
+        for (int step = 0; step < steps_of(a, &p); step++) {
             mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
-            if (lane == 0)
+            if (lane == 0 && step >= copied)
                 copy_units<S>(a, f, &p, step, &slot, policy);
             advance(&slot, a->stages);
         }
-        number = (int)gridDim.x + __shfl_sync(ALL_LANES, acquired, 0);
+        number = first + __shfl_sync(ALL_LANES, acquired, 0);
+        copied = 0;
     }
     place none = {{0, 0, 0}, -1};
     publish_tile(f->tiles, f->posted, &at, &none);
@@ -350,8 +406,11 @@ template <class S>
 static __device__ __forceinline__ void produce_rows(const gemm_args *a, const feed *f) {
     pipeline_state slot = {0, 0};
     uint64_t policy = policy_evict_normal();
-    wait_for_predecessor();
+    if (!a->linked)
+        wait_for_predecessor();
     for_tiles(f->tiles, f->posted, [&](place p) {
+        if (a->linked && threadIdx.x % 32 == 0)
+            await_rows(a, &p);
         for (int step = 0; step < a->steps; step++) {
             mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
             if (threadIdx.x % 32 == 0)
@@ -375,7 +434,7 @@ static __device__ __forceinline__ int token_of(const gemm_args *a, int row) {
 
 static __device__ __forceinline__ gathered_rows find_rows(const gemm_args *a, const place *p) {
     gathered_rows g;
-    int lane = threadIdx.x % 32, last = p->rows.rows - 1;
+    int lane = threadIdx.x % 32, last = max(p->rows.rows - 1, 0);
 #pragma unroll
     for (int i = 0; i < 2; i++)
         g.offset[i] =
@@ -415,7 +474,7 @@ static __device__ __forceinline__ void gather(const gemm_args *a, const feed *f,
     pipeline_state slot = {0, 0};
     for_tiles(f->tiles, f->posted, [&](place p) {
         gathered_rows rows = find_rows(a, &p);
-        for (int step = 0; step < a->steps; step++) {
+        for (int step = 0; step < steps_of(a, &p); step++) {
             mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
             gather_step<S>(a, &rows, p.rows.rows, own, step,
                            swizzled + (uint32_t)(slot.index * S::token_bytes));
@@ -431,8 +490,8 @@ static __device__ __forceinline__ void gather(const gemm_args *a, const feed *f,
 template <class S>
 static __device__ __forceinline__ void let_products_see(const gemm_args *a, const feed *f) {
     pipeline_state slot = {0, 0};
-    for_tiles(f->tiles, f->posted, [&](place) {
-        for (int step = 0; step < a->steps; step++) {
+    for_tiles(f->tiles, f->posted, [&](place p) {
+        for (int step = 0; step < steps_of(a, &p); step++) {
             mbarrier_wait(f->gathered + 8u * slot.index, slot.parity);
             fence_async_proxy();
             if (threadIdx.x % 32 == 0)
@@ -461,12 +520,13 @@ template <class S> static __device__ __forceinline__ void fill(const gemm_args *
         produce_rows<S>(a, f);
 }
 
-/* Initializes the barriers of stages, gathered rows and published tiles, and notes the tiles. All
- * threads call, first of all. */
+/* Initializes the barriers of stages, gathered rows and published tiles, starts to copy a reserved
+ * tile, and notes the tiles. All threads call, first of all. */
 template <class S>
 static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f) {
     int readers = S::warpgroups * 4 + (gathers<S>(a) ? COPIERS + 1 : 1); /* readers of tiles */
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == S::warpgroups * 128) {
+        prefetch_map(f->units);
         for (int i = 0; i < a->stages; i++) {
             mbarrier_init(f->full + 8u * i, 2); /* arrivals for weights and for rows */
             mbarrier_init(f->empty + 8u * i, S::warpgroups * 4 * WARP_ARRIVALS);
@@ -477,11 +537,18 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f)
             mbarrier_init(f->posted + 8u * (SCHEDULER_STAGES + i), readers * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
-        prefetch_map(f->units);
         prefetch_map(f->rows);
+        if (a->reserved) {
+            f->tiles->reserved = reserved_place(a);
+            f->tiles->end = 0;
+        }
+        if (holds_reserved(a))
+            copy_reserved<S>(a, f);
     }
     if (threadIdx.x / 32 == 2)
         touch_parameter(*a);
+    if (a->reserved)
+        __syncthreads();
     if (!a->early)
         wait_for_predecessor();
     note_widths<S>(a, f->tiles);
@@ -678,11 +745,14 @@ static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit
     for_tiles_of_width<S>(a, &path->tiles, [&](place p) {
         float sum[S::waves][S::T / 2] = {};
         terms e[2] = {find_terms<S>(a, &p, group, 0), find_terms<S>(a, &p, group, S::waves - 1)};
-        multiply<S>(t, a->steps, slot, sum);
+        multiply<S>(t, steps_of(a, &p), slot, sum);
         complete(&e[0]);
         complete(&e[1]);
-        if constexpr (S::use != OF_D)
+        if constexpr (S::use != OF_D) {
             write_g<S>(a, &p, path->room, e, group, sum);
+            if (a->written && p.rows.rows > 0)
+                tell_written(a, &p);
+        }
 #pragma unroll
         for (int i = 0; S::use == OF_D && i < S::waves; i++) {
             int column = column_of_wave<S>(&p, group, i);
@@ -694,35 +764,49 @@ static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit
     });
 }
 
-/* Makes all tiles of the block, in the order of width_after. */
+/* Makes tiles of the block in the order of width_after, until one is wider than that before. */
+template <class S>
+static __device__ __forceinline__ void make_widths(const gemm_args *a, const unit_reader *t,
+                                                   pipeline_state *slot, int group,
+                                                   unit_consumer *path) {
+    make_tiles<S>(a, t, slot, group, path);
+    if constexpr (S::large) {
+        make_tiles<typename S::template of_width<256>>(a, t, slot, group, path);
+        make_tiles<typename S::template of_width<192>>(a, t, slot, group, path);
+        make_tiles<typename S::template of_width<128>>(a, t, slot, group, path);
+        make_tiles<typename S::template of_width<96>>(a, t, slot, group, path);
+    } else if constexpr (S::tokens == 128) {
+        make_tiles<typename S::template of_width<112>>(a, t, slot, group, path);
+        make_tiles<typename S::template of_width<96>>(a, t, slot, group, path);
+        make_tiles<typename S::template of_width<80>>(a, t, slot, group, path);
+        make_tiles<typename S::template of_width<64>>(a, t, slot, group, path);
+        make_tiles<typename S::template of_width<32>>(a, t, slot, group, path);
+    } else {
+        if constexpr (S::tokens > 32) {
+            make_tiles<typename S::template of_width<48>>(a, t, slot, group, path);
+            make_tiles<typename S::template of_width<32>>(a, t, slot, group, path);
+        }
+        make_tiles<typename S::template of_width<16>>(a, t, slot, group, path);
+    }
+}
+
+/* Makes all tiles of the block. */
 template <class S>
 static __device__ __forceinline__ void consume(const gemm_args *a, const unit_reader *t, int group,
                                                unit_consumer path) {
     pipeline_state slot = {0, 0};
-    wait_for_predecessor();
+    if (!a->linked)
+        wait_for_predecessor();
     launch_dependents(); /* the next kernel may rely on the groups */
     fetch_next_tile(&path.tiles);
-    make_tiles<S>(a, t, &slot, group, &path);
-    if constexpr (S::large) {
-        make_tiles<typename S::template of_width<256>>(a, t, &slot, group, &path);
-        make_tiles<typename S::template of_width<192>>(a, t, &slot, group, &path);
-        make_tiles<typename S::template of_width<128>>(a, t, &slot, group, &path);
-        make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &path);
-    } else if constexpr (S::tokens == 128) {
-        make_tiles<typename S::template of_width<112>>(a, t, &slot, group, &path);
-        make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &path);
-        make_tiles<typename S::template of_width<80>>(a, t, &slot, group, &path);
-        make_tiles<typename S::template of_width<64>>(a, t, &slot, group, &path);
-        make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &path);
-    } else {
-        if constexpr (S::tokens > 32) {
-            make_tiles<typename S::template of_width<48>>(a, t, &slot, group, &path);
-            make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &path);
-        }
-        make_tiles<typename S::template of_width<16>>(a, t, &slot, group, &path);
-    }
+#pragma unroll 1
+    do /* again behind a reserved tile, which has any width */
+        make_widths<S>(a, t, &slot, group, &path);
+    while (path.tiles.now.along >= 0);
     if (S::use == OF_D && !S::from_registers)
         store_wait<0>();
+    if (a->linked)
+        wait_for_predecessor(); /* a kernel that waits for this one waits for all before it */
 }
 
 #define BARRIERS (3 * MANY_STAGES + 2 * SCHEDULER_STAGES)
@@ -805,6 +889,25 @@ static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
     return a->stages * v->stage + v->room;
 }
 
+/* Returns the warps that write g of a tile of rows: those of a block for each tile of W13. */
+static int writers_of_g(const moe::expert_product *p, const unit_variant *v) {
+    int64_t columns = v->box_slabs * MOQ_PACK_ROWS * (p->call->spec->gated ? 1 : 2);
+    return v->warpgroups * 4 * (int)((p->call->spec->w2.in_features + columns - 1) / columns);
+}
+
+#define SURELY 8 /* slots an expert on average with which hardly any expert has none */
+
+/* Returns the experts whose first tiles are reserved: as many as blocks have tiles of at first, if
+ * most experts have rows. */
+static int reserved_experts(const moe::expert_product *p, const gemm_args *a) {
+    const moq_moe_spec *spec = p->call->spec;
+    int64_t experts = p->spec->target.sm_count / a->row_tiles;
+    bool all_have = p->call->tokens * spec->top_k >= SURELY * (int64_t)spec->global_experts;
+    if (!p->gathered || !all_have || p->tiles > 32 * NOTED_WORDS)
+        return 0;
+    return (int)(experts < spec->experts ? experts : spec->experts);
+}
+
 moq_status multiply_nvfp4(const moe::expert_product *p, moq_err *err) {
     const moq_linear_spec *spec = p->spec;
     unit_variant v =
@@ -817,6 +920,8 @@ moq_status multiply_nvfp4(const moe::expert_product *p, moq_err *err) {
     MOQ_TRY(find_shared_limit(p, &limit, err));
     gemm_args a = args_of(p, (blocks + v.units - 1) / v.units, slabs, v.box_slabs / WAVE_SLABS);
     int shared = set_stages(&a, &v, limit);
+    a.writers = writers_of_g(p, &v);
+    a.reserved = reserved_experts(p, &a);
     MOQ_TRY(moq_tensor_map_words(&weights, p->weight->weight, p->call->spec->experts * slabs,
                                  blocks * UNIT_WORDS, v.box_slabs, v.box_units * UNIT_WORDS, err));
     rows = of_d[0] = of_d[1] = weights; /* unused if rows are gathered, and if g is made */

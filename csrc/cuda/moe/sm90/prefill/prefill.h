@@ -14,10 +14,9 @@ namespace moq::moe_prefill {
 
 /* Makes rows of x like make_rows_of_x, if neither router weights nor factors change x: ROWS_TENSOR,
  * ROWS_TOKEN, ROWS_GROUP or ROWS_VALUES of 16-bit x or its codes, K a multiple of 16. The next
- * kernel may read the groups before it waits. `written`, unless NULL, becomes 0 for rows of slots
- * in all formats but ROWS_VALUES. */
+ * kernel may read the groups before it waits. */
 moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
-                               const moe::expert_rows *rows, int32_t *written, moq_err *err);
+                               const moe::expert_rows *rows, moq_err *err);
 
 /* Makes rows of g like make_rows_of_g, for ROWS_TOKEN or ROWS_GROUP. */
 moq_status make_codes_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
@@ -25,7 +24,8 @@ moq_status make_codes_of_g(const moe::slot_chunk *chunk, const moe::slot_groups 
 
 /* Make rows like make_rows_of_x and make_rows_of_g, for ROWS_TOKEN of 16-bit values or codes of x,
  * K a multiple of 16, in the order of moq_cuda_quantize.paired. The rows of an expert follow those
- * before without a gap. */
+ * before without a gap. The next kernel may read the groups before it waits, but not if router
+ * weights or factors change x. */
 moq_status make_paired_rows_of_x(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
                                  const moe::expert_rows *rows, moq_err *err);
 moq_status make_paired_rows_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
