@@ -29,6 +29,7 @@
  * rows by 288, and L2, which delivers 36 bytes a cycle and multiprocessor to such tiles. Between,
  * in tiles of 256 rows by up to 128, both, as they slow each other. */
 #include "core/nvfp4_packed.h"
+#include "cuda/choice/grid.h"
 #include "cuda/device/nvfp4_decode.h"
 #include "cuda/device/wgmma.h"
 #include "cuda/moe/sm90/prefill/gemm.h"
@@ -75,14 +76,14 @@ struct unit_shape {
     static constexpr int first_tokens = N == 80 ? 48 : N == 112 ? 64 : N == 288 ? 144 : N;
     /* Groups of 16 columns whose operands are in registers at a time, double-buffered: fewer if
      * sums leave less room. */
-    static constexpr int depth = own_units == 1 || (waves == 2 && N == 64) ? 2 : 4;
+    static constexpr int depth = own_units == 1 || N > 64 || (waves == 2 && N == 64) ? 2 : 4;
     /* Bytes of scales that a warp makes for its lanes in a step: [unit][row g][group, rows g and g
      * + 8]. */
     static constexpr int scales = own_units * 128;
     static constexpr int at_once = large ? 32 : 16; /* rows of an epilogue step */
     /* Bytes of staged outputs of a warpgroup: rows of g, with sums that warps of gate and of up
      * hand each other; pieces of d; nothing if outputs are stored from registers. */
-    static constexpr bool from_registers = MOST <= 64;
+    static constexpr bool from_registers = MOST <= 128;
     static constexpr bool rounds_d = TYPE == MOQ_NVFP4_BF16;
     static constexpr int row_bytes = columns_of_wave * 2;
     static constexpr int piece_bytes = at_once * (rounds_d ? 128 : 256);
@@ -129,7 +130,8 @@ template <class S> static __device__ __forceinline__ constexpr int widths_of(voi
 
 /* The tile scheduler in shared memory: bits of widths, and a queue of published tiles. */
 typedef struct {
-    int4 published[SCHEDULER_STAGES]; /* expert, first row, rows, tile of W; -1 after the last tile */
+    /* Expert and, above, width; first row, rows, tile of W; -1 after the last tile. */
+    int4 published[SCHEDULER_STAGES];
     uint32_t suits[MOST_WIDTHS * NOTED_WORDS]; /* [width][word] */
     place reserved;                            /* the block's reserved tile, if it has one */
     int end;                                   /* number of tiles that are not reserved */
@@ -237,6 +239,14 @@ static __device__ __forceinline__ place find_tile(const gemm_args *a, const sche
     }
 }
 
+/* Returns the width of the widest tile that is not reserved. A reserved one, which comes first, gets
+ * it at least: widths come in order. */
+template <class S>
+static __device__ __forceinline__ int widest(const gemm_args *a, const scheduler_state *b) {
+    tile_search search = {0, 0};
+    return b->end > 0 ? width_of<S>(a, find_tile<S>(a, b, &search, 0).rows.rows) : 0;
+}
+
 /* ---- tile scheduler: acquired and published tiles ---- */
 
 /* Adds 1 and returns the value before. ptxas would turn an addition into one for all lanes and wait
@@ -250,12 +260,16 @@ static __device__ __forceinline__ int count_up(int32_t *counter) {
     return before;
 }
 
-/* Publishes a tile, by one warp. */
+#define WIDTH_BIT 16
+static_assert(MOQ_CUDA_MOE_EXPERTS <= 1 << WIDTH_BIT, "expert and width share a word");
+
+/* Publishes a tile and the width of its products, by one warp. */
 static __device__ __forceinline__ void publish_tile(scheduler_state *b, uint32_t posted,
-                                                    pipeline_state *at, const place *p) {
+                                                    pipeline_state *at, const place *p, int width) {
     mbarrier_wait(posted + 8u * (SCHEDULER_STAGES + at->index), at->parity ^ 1);
     if (threadIdx.x % 32 == 0) {
-        b->published[at->index] = make_int4(p->rows.expert, p->rows.first, p->rows.rows, p->along);
+        b->published[at->index] = make_int4(p->rows.expert | width << WIDTH_BIT, p->rows.first,
+                                            p->rows.rows, p->along);
         mbarrier_arrive(posted + 8u * at->index);
     }
     advance(at, SCHEDULER_STAGES);
@@ -267,19 +281,21 @@ typedef struct {
     uint32_t posted; /* barriers of full places, then of empty ones */
     pipeline_state at;
     place now; /* the next tile; along is -1 after the last */
+    int width; /* of its products */
 } scheduler_consumer;
 
 static __device__ __forceinline__ void fetch_next_tile(scheduler_consumer *r) {
     mbarrier_wait(r->posted + 8u * r->at.index, r->at.parity);
     int4 p = r->state->published[r->at.index];
-    r->now = {{p.x, p.y, p.z}, p.w};
+    r->now = {{p.x & ((1 << WIDTH_BIT) - 1), p.y, p.z}, p.w};
+    r->width = p.x >> WIDTH_BIT;
     warp_releases<false>(r->posted + 8u * (SCHEDULER_STAGES + r->at.index));
     advance(&r->at, SCHEDULER_STAGES);
 }
 
 static __device__ __forceinline__ scheduler_consumer open_scheduler(const scheduler_state *b,
                                                                     uint32_t posted) {
-    scheduler_consumer r = {b, posted, {0, 0}, {}};
+    scheduler_consumer r = {b, posted, {0, 0}, {}, 0};
     fetch_next_tile(&r);
     return r;
 }
@@ -295,10 +311,9 @@ static __device__ __forceinline__ void for_tiles(const scheduler_state *b, uint3
 
 /* Calls `make` for the next tiles that have this width. */
 template <class S, class F>
-static __device__ __forceinline__ void for_tiles_of_width(const gemm_args *a, scheduler_consumer *r,
-                                                          F make) {
+static __device__ __forceinline__ void for_tiles_of_width(scheduler_consumer *r, F make) {
 #pragma unroll 1
-    while (r->now.along >= 0 && width_of<S>(a, r->now.rows.rows) == S::T) {
+    while (r->now.along >= 0 && r->width == S::T) {
         make(r->now);
         fetch_next_tile(r);
     }
@@ -347,12 +362,6 @@ static __device__ __forceinline__ void copy_reserved(const gemm_args *a, const f
     }
 }
 
-/* Returns the steps of a tile. A reserved one whose expert has no rows ends with what was copied
- * for it already. */
-static __device__ __forceinline__ int steps_of(const gemm_args *a, const place *p) {
-    return p->rows.rows > 0 ? a->steps : min(a->stages, a->steps);
-}
-
 /* Acquires the tiles, each while the copies of the one before are in flight, and copies their
  * units. */
 template <class S>
@@ -362,6 +371,7 @@ static __device__ __forceinline__ void produce_units(const gemm_args *a, const f
     tile_search search = {0, 0};
     int lane = threadIdx.x % 32, first = a->reserved ? 0 : (int)gridDim.x;
     int number = (int)blockIdx.x, copied = holds_reserved(a) ? a->stages : 0;
+    int least = copied ? widest<S>(a, f->tiles) : 0;
     if (a->reserved && !copied) {
         number = lane == 0 ? count_up(a->acquired) : 0;
         number = __shfl_sync(ALL_LANES, number, 0);
@@ -369,20 +379,20 @@ static __device__ __forceinline__ void produce_units(const gemm_args *a, const f
     while (copied || number < f->tiles->end) {
         place p = copied ? f->tiles->reserved : find_tile<S>(a, f->tiles, &search, number);
         int acquired = 0; /* arrives before the next tile's turn: nothing uses it earlier */
-        publish_tile(f->tiles, f->posted, &at, &p);
+        publish_tile(f->tiles, f->posted, &at, &p, max(least, width_of<S>(a, p.rows.rows)));
         if (lane == 0)
             acquired = count_up(a->acquired);
-        for (int step = 0; step < steps_of(a, &p); step++) {
+        for (int step = 0; step < a->steps; step++) {
             mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
             if (lane == 0 && step >= copied)
                 copy_units<S>(a, f, &p, step, &slot, policy);
             advance(&slot, a->stages);
         }
         number = first + __shfl_sync(ALL_LANES, acquired, 0);
-        copied = 0;
+        copied = least = 0;
     }
     place none = {{0, 0, 0}, -1};
-    publish_tile(f->tiles, f->posted, &at, &none);
+    publish_tile(f->tiles, f->posted, &at, &none, 0);
 }
 
 template <class S>
@@ -422,21 +432,22 @@ static __device__ __forceinline__ void produce_rows(const gemm_args *a, const fe
 
 /* ---- producers: gathered rows ---- */
 
-/* Offsets in x of a tile's rows, in 16 bytes: rows lane and lane + 32. */
-typedef struct {
-    uint32_t offset[2];
-} gathered_rows;
+/* Offsets in x of a tile's rows, in 16 bytes: rows lane, lane + 32 and so on. */
+template <class S> struct gathered_rows {
+    uint32_t offset[(S::tokens + 31) / 32];
+};
 
 /* Returns the token of x that a gathered row is. */
 static __device__ __forceinline__ int token_of(const gemm_args *a, int row) {
     return a->slot[row] / a->top_k;
 }
 
-static __device__ __forceinline__ gathered_rows find_rows(const gemm_args *a, const place *p) {
-    gathered_rows g;
+template <class S>
+static __device__ __forceinline__ gathered_rows<S> find_rows(const gemm_args *a, const place *p) {
+    gathered_rows<S> g;
     int lane = threadIdx.x % 32, last = max(p->rows.rows - 1, 0);
 #pragma unroll
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < (S::tokens + 31) / 32; i++)
         g.offset[i] =
             (uint32_t)(a->x_stride / 16) * token_of(a, p->rows.first + min(32 * i + lane, last));
     return g;
@@ -445,7 +456,7 @@ static __device__ __forceinline__ gathered_rows find_rows(const gemm_args *a, co
 /* Gathers a step's columns of rows 8 * i + own, 16 bytes of each 64 a lane. `to` is the place of
  * the first row. */
 template <class S>
-static __device__ __forceinline__ void gather_step(const gemm_args *a, const gathered_rows *g,
+static __device__ __forceinline__ void gather_step(const gemm_args *a, const gathered_rows<S> *g,
                                                    int rows, int own, int step, uint32_t to) {
     int column = step * (S::units * 128) + (int)threadIdx.x % 8 * 16;
     const uint8_t *from[S::units];
@@ -473,8 +484,8 @@ static __device__ __forceinline__ void gather(const gemm_args *a, const feed *f,
     uint32_t swizzled = f->x + own * 128 + (lane % 8 ^ own) * 16;
     pipeline_state slot = {0, 0};
     for_tiles(f->tiles, f->posted, [&](place p) {
-        gathered_rows rows = find_rows(a, &p);
-        for (int step = 0; step < steps_of(a, &p); step++) {
+        gathered_rows<S> rows = find_rows<S>(a, &p);
+        for (int step = 0; step < a->steps; step++) {
             mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
             gather_step<S>(a, &rows, p.rows.rows, own, step,
                            swizzled + (uint32_t)(slot.index * S::token_bytes));
@@ -490,8 +501,8 @@ static __device__ __forceinline__ void gather(const gemm_args *a, const feed *f,
 template <class S>
 static __device__ __forceinline__ void let_products_see(const gemm_args *a, const feed *f) {
     pipeline_state slot = {0, 0};
-    for_tiles(f->tiles, f->posted, [&](place p) {
-        for (int step = 0; step < steps_of(a, &p); step++) {
+    for_tiles(f->tiles, f->posted, [&](place) {
+        for (int step = 0; step < a->steps; step++) {
             mbarrier_wait(f->gathered + 8u * slot.index, slot.parity);
             fence_async_proxy();
             if (threadIdx.x % 32 == 0)
@@ -504,7 +515,7 @@ static __device__ __forceinline__ void let_products_see(const gemm_args *a, cons
 /* ---- producers and barriers ---- */
 
 template <class S> static __device__ __forceinline__ bool gathers(const gemm_args *a) {
-    return S::tokens <= 64 && S::use != OF_D && a->slot;
+    return S::tokens <= 128 && S::use != OF_D && a->slot;
 }
 
 /* Runs the producer warps. */
@@ -742,10 +753,10 @@ template <class S>
 static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit_reader *t,
                                                   pipeline_state *slot, int group,
                                                   unit_consumer *path) {
-    for_tiles_of_width<S>(a, &path->tiles, [&](place p) {
+    for_tiles_of_width<S>(&path->tiles, [&](place p) {
         float sum[S::waves][S::T / 2] = {};
         terms e[2] = {find_terms<S>(a, &p, group, 0), find_terms<S>(a, &p, group, S::waves - 1)};
-        multiply<S>(t, steps_of(a, &p), slot, sum);
+        multiply<S>(t, a->steps, slot, sum);
         complete(&e[0]);
         complete(&e[1]);
         if constexpr (S::use != OF_D) {
@@ -764,7 +775,7 @@ static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit
     });
 }
 
-/* Makes tiles of the block in the order of width_after, until one is wider than that before. */
+/* Makes all tiles of the block, in the order of width_after. */
 template <class S>
 static __device__ __forceinline__ void make_widths(const gemm_args *a, const unit_reader *t,
                                                    pipeline_state *slot, int group,
@@ -790,7 +801,7 @@ static __device__ __forceinline__ void make_widths(const gemm_args *a, const uni
     }
 }
 
-/* Makes all tiles of the block. */
+/* A consumer warpgroup. */
 template <class S>
 static __device__ __forceinline__ void consume(const gemm_args *a, const unit_reader *t, int group,
                                                unit_consumer path) {
@@ -799,10 +810,7 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
         wait_for_predecessor();
     launch_dependents(); /* the next kernel may rely on the groups */
     fetch_next_tile(&path.tiles);
-#pragma unroll 1
-    do /* again behind a reserved tile, which has any width */
-        make_widths<S>(a, t, &slot, group, &path);
-    while (path.tiles.now.along >= 0);
+    make_widths<S>(a, t, &slot, group, &path);
     if (S::use == OF_D && !S::from_registers)
         store_wait<0>();
     if (a->linked)
@@ -868,7 +876,7 @@ static unit_variant variant_of_tile(int rows, bool deep) {
     if (rows == 64)
         return variant_of<unit_shape<TYPE, USE, 64, 64, 2, 2>>();
     if (rows == 128)
-        return variant_of<unit_shape<TYPE, USE, 128, 128>>();
+        return variant_of<unit_shape<TYPE, USE, 128, 128, 2>>();
     return variant_of<unit_shape<TYPE, USE, 288, 288>>();
 }
 

@@ -133,10 +133,11 @@ static __device__ __forceinline__ void store_own_g(const gemm_args *a, const pla
                                                    const terms *of_gate, const terms *of_up,
                                                    float (&gate)[S::T / 2], float (&up)[S::T / 2]) {
     int lane = threadIdx.x % 32, end = S::gated ? a->half : a->n;
-    int n = column + threadIdx.x / 32 % 4 * 16 + lane % 4 * 2, own = lane / 4;
-    uint16_t *to = (uint16_t *)a->out.data + (p->rows.first + own) * a->out.stride + n;
+    int n = column + threadIdx.x / 32 % 4 * 16 + lane % 4 * 2;
+    int left = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* uniform */
+    uint16_t *to = (uint16_t *)a->out.data + (p->rows.first + lane / 4) * a->out.stride + n;
 #pragma unroll 1
-    for (; own - lane / 4 < p->rows.rows; own += S::at_once) {
+    for (; left > 0; left -= S::at_once) {
 #pragma unroll
         for (int j = 0; j < S::at_once / 8; j++, to += 8 * a->out.stride) {
             float z[4], u[4];
@@ -147,7 +148,7 @@ static __device__ __forceinline__ void store_own_g(const gemm_args *a, const pla
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 word[i] = turn_matrix(word[i]);
-                if (own + 8 * j < p->rows.rows && n + 8 * i < end)
+                if (lane / 4 + 8 * j < left && n + 8 * i < end)
                     *(uint32_t *)(to + 8 * i) = word[i];
             }
         }

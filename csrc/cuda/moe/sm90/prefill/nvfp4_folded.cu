@@ -333,9 +333,6 @@ multiply_folded(const folded_pipeline *t, int steps, pipeline_state *slot, float
 #define OUT_COLUMNS 32                     /* columns of a warpgroup in a half */
 #define OUT_HALF    (OUT_ROWS * 128)       /* staged bytes of d of a half */
 #define OUT_BYTES   (2 * 2 * 2 * OUT_HALF) /* bytes: two warpgroups, halves and buffers */
-#define OUT_CHUNK   (OUT_ROWS * 64 * 2)    /* staged bytes of 16-bit outputs of a step */
-#define OUT_AT_ONCE 4                      /* such steps that are staged before they are stored */
-static_assert(2 * OUT_AT_ONCE * OUT_CHUNK == OUT_BYTES, "both warpgroups use their room");
 
 /* Epilogue operands of a warpgroup: of rows of W, the first half's and then the second's, and of
  * tokens. */
@@ -469,24 +466,14 @@ static __device__ __forceinline__ void stage_g(const gemm_args *a, uint32_t room
 template <product_use USE>
 static __device__ __forceinline__ void carry_g(const gemm_args *a, uint32_t room, const place *p,
                                                int group, int64_t row, int count) {
-    constexpr int HALVES = USE == OF_GATE_AND_UP ? 1 : 2;
     int thread = threadIdx.x % 128, token = thread / 4, piece = thread % 4;
-    uint32_t from = room + token * 64 + (piece ^ token / 2 % 4) * 16;
 #pragma unroll
-    for (int half = 0; half < HALVES; half++) {
+    for (int half = 0; half < (USE == OF_GATE_AND_UP ? 1 : 2); half++) {
         int column = first_column<USE>(a, p, group, half) + piece * 8;
-        uint16_t *to = (uint16_t *)a->out.data + (row + token) * a->out.stride + column;
-        uint4 word[OUT_AT_ONCE];
-        if (column >= end_of_rows<USE>(a, half))
-            continue;
-#pragma unroll
-        for (int i = 0; i < OUT_AT_ONCE; i++)
-            if (token + i * OUT_ROWS < count)
-                word[i] = load_shared(from + i * OUT_CHUNK + half * (OUT_ROWS * 64));
-#pragma unroll
-        for (int i = 0; i < OUT_AT_ONCE; i++)
-            if (token + i * OUT_ROWS < count)
-                *(uint4 *)(to + i * OUT_ROWS * a->out.stride) = word[i];
+        uint4 word =
+            load_shared(room + half * (OUT_ROWS * 64) + token * 64 + (piece ^ token / 2 % 4) * 16);
+        if (token < count && column < end_of_rows<USE>(a, half))
+            *(uint4 *)((uint16_t *)a->out.data + (row + token) * a->out.stride + column) = word;
     }
 }
 
@@ -495,21 +482,16 @@ static __device__ __forceinline__ void write_folded_g(const gemm_args *a, const 
                                                       folded_path *w,
                                                       const float (&sum)[S::T / 2]) {
     terms e = read_epilogue_operands(a, w->state);
-    int chunks = (p->rows.rows + OUT_ROWS - 1) / OUT_ROWS;
 #pragma unroll 1
-    for (int from = 0; from < chunks; from += OUT_AT_ONCE) {
-        int first = from * OUT_ROWS;
-        if (from > 0)
-            barrier_sync(2 + group, 128); /* all threads have stored what was staged */
-#pragma unroll 1
-        for (int chunk = from; chunk < min(chunks, from + OUT_AT_ONCE); chunk++) {
-            float own[16];
-            choose_sums(sum, chunk, own);
-            stage_g<USE, KIND>(a, w->room + (chunk - from) * OUT_CHUNK, &e,
-                               w->state->x + chunk * OUT_ROWS, own);
-        }
-        barrier_sync(2 + group, 128);
-        carry_g<USE>(a, w->room, p, group, p->rows.first + first, p->rows.rows - first);
+    for (int chunk = 0; chunk * OUT_ROWS < p->rows.rows; chunk++) {
+        uint32_t room = w->room + w->turn * (2 * OUT_HALF);
+        int first = chunk * OUT_ROWS;
+        float own[16];
+        choose_sums(sum, chunk, own);
+        stage_g<USE, KIND>(a, room, &e, w->state->x + first, own);
+        barrier_sync(2 + group, 128); /* all threads have stored the other buffer */
+        carry_g<USE>(a, room, p, group, p->rows.first + first, p->rows.rows - first);
+        w->turn ^= 1;
     }
 }
 
