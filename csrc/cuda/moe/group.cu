@@ -49,7 +49,6 @@ typedef struct {
     int32_t ranges, tile_rows, tiles, align;
     bool pairs;
     int32_t *before; /* [ranges, E]: slots of an expert in earlier ranges, once they are added */
-    int32_t *written; /* [most_rows]: counters at the first rows of tiles, or NULL */
     slot_groups out;
 } group_args;
 
@@ -382,8 +381,6 @@ static __device__ __forceinline__ void list_tiles(const group_args *a, const blo
             if (own <= 0)
                 tile = {expert, begin, 0};
             a->out.tile[first + i] = tile;
-            if (a->written)
-                a->written[tile.first] = 0;
         }
     }
     for (int i = all + s.rank * THREADS + (int)threadIdx.x; i < a->tiles; i += THREADS * s.blocks)
@@ -656,10 +653,9 @@ static moq_status launch(const slot_chunk *chunk, const void *kernel, int64_t bl
     return moq_cuda_launch(&launch, parameters, err);
 }
 
-moq_status group_slots(const slot_chunk *chunk, void *memory, int32_t *written, moq_err *err) {
+moq_status group_slots(const slot_chunk *chunk, void *memory, moq_err *err) {
     int64_t blocks = cluster_of(chunk);
     group_args args = args_of(chunk, memory);
-    args.written = written;
     if (blocks > 0) {
         args.range = (int32_t)((slots_of(chunk) + blocks - 1) / blocks);
         return launch(chunk, (const void *)group_in_cluster, blocks, blocks, &args, err);

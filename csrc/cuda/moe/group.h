@@ -89,9 +89,8 @@ int64_t most_tiles(const slot_chunk *chunk);
 int64_t groups_bytes(const slot_chunk *chunk);
 slot_groups groups_at(const slot_chunk *chunk, void *memory);
 
-/* Sorts in one launch or in three. `memory` has groups_bytes, laid out by groups_at. `written`
- * [most_rows], unless NULL, becomes 0 where a tile begins. */
-moq_status group_slots(const slot_chunk *chunk, void *memory, int32_t *written, moq_err *err);
+/* Sorts in one launch or in three. `memory` has groups_bytes, laid out by groups_at. */
+moq_status group_slots(const slot_chunk *chunk, void *memory, moq_err *err);
 
 } // namespace moq::moe
 

@@ -128,7 +128,7 @@ static moq_status run_chunk(const slot_chunk *chunk, const expert_kernels *k, mo
     second.early = true; /* the first product has waited for the groups */
     second.out = memory + l.d;
     second.d_dtype = dtype_of_d(call, k);
-    MOQ_TRY(group_slots(chunk, memory + l.groups, first.written, err));
+    MOQ_TRY(group_slots(chunk, memory + l.groups, err));
     MOQ_TRY(k->load_x ? k->load_x(chunk, &first, &x, err)
                       : make_rows_of_x(chunk, &groups, &x, err));
     MOQ_TRY(k->multiply(&first, err));

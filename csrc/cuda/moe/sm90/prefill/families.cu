@@ -26,7 +26,7 @@ static moq_status fp8_load_x(const moe::slot_chunk *chunk, moe::expert_product *
     if (fp8_has_own_x(chunk->call))
         return moe::make_rows_of_x(chunk, p->groups, x, err);
     p->early = true;
-    return make_rows_of_tokens(chunk, p->groups, x, err);
+    return make_rows_of_tokens(chunk, p->groups, x, p->written, err);
 }
 
 static int64_t fp8_u_bytes(const moq_moe_call *call) {
@@ -69,7 +69,7 @@ static moe::row_tiling nvfp4_tiling_of(const moq_moe_call *call, double) {
             false};
 }
 
-#define MOST_GATHERED 128 /* rows of tiles that gather */
+#define MOST_GATHERED 64 /* rows of tiles that gather */
 
 /* True if a slot's weight or expert changes its x. */
 static bool nvfp4_has_own_x(const moq_moe_call *call) {
@@ -85,7 +85,7 @@ static moq_status nvfp4_load_x(const moe::slot_chunk *chunk, moe::expert_product
         return moe::make_rows_of_x(chunk, p->groups, x, err);
     if (chunk->tile_rows > MOST_GATHERED) {
         p->early = true;
-        return make_rows_of_tokens(chunk, p->groups, x, err);
+        return make_rows_of_tokens(chunk, p->groups, x, NULL, err);
     }
     int64_t stride = call->x->stride[0] * (int64_t)moq_dtype_size(call->x->dtype);
     x->data = (uint8_t *)call->x->data + chunk->first * stride;
@@ -99,20 +99,13 @@ static int64_t nvfp4_u_bytes(const moq_moe_call *call) {
                                     : 0;
 }
 
-/* True if the second product may start while the first one runs: with small tiles, as memory bounds
- * both. No kernel may change g between them. */
-static bool nvfp4_links(const moe::slot_chunk *chunk) {
-    const moq_moe_call *call = chunk->call;
-    return chunk->tile_rows <= MOST_GATHERED && !nvfp4_has_own_x(call) && nvfp4_u_bytes(call) == 0;
-}
-
 static const moe::expert_kernels NVFP4_PREFILL = {nvfp4_format_of,
                                                   nvfp4_tiling_of,
                                                   multiply_nvfp4,
                                                   nvfp4_load_x,
                                                   nvfp4_u_bytes,
                                                   moe::make_rows_of_g,
-                                                  nvfp4_links,
+                                                  NULL,
                                                   true,
                                                   true};
 

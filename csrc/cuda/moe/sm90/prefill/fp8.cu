@@ -24,9 +24,9 @@
  * after all (ordinary edges of a graph, tools), the first kernel has ended and every counter is
  * full.
  *
- * Counters belong to one call: the grouping, which waits for the call before, sets them to 0,
- * whatever a failed call has left, and the first product waits for it. They lie in the workspace,
- * so that streams have their own. The second kernel ends after the first, so
+ * Counters belong to one call: make_codes_of_token sets them to 0, whatever a failed call has left,
+ * behind the grouping, which waits for the call before, and the first product waits for it. They
+ * lie in the workspace, so that streams have their own. The second kernel ends after the first, so
  * that whoever waits for it waits for both; it writes d while the first may read rows of x, which
  * therefore lie elsewhere.
  *
@@ -172,6 +172,13 @@ typedef struct {
 /* Returns the pipeline state of the nth use of a pipeline. */
 template <int PLACES> static __device__ __forceinline__ pipeline_state nth_place(uint32_t n) {
     return {(int)(n % PLACES), (int)(n / PLACES % 2)};
+}
+
+/* Counts a warp that has written its part of g of a tile. */
+static __device__ __forceinline__ void tell_written(const gemm_args *a, const place *p) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        add_release(a->written + p->rows.first, 1);
 }
 
 /* Makes a tile. FAST: is_fast of the activation. */

@@ -149,6 +149,14 @@ static __device__ __forceinline__ void produce_weights(const gemm_args *a, const
 
 /* ---- pipeline of rows ---- */
 
+/* Waits until the first product has written the g of a tile's rows by ordinary stores. TMA then
+ * reads them for this thread. */
+static __device__ __forceinline__ void await_rows(const gemm_args *a, const place *p) {
+    while (load_acquire(a->written + p->rows.first) < a->writers)
+        ;
+    fence_async_proxy_of_memory();
+}
+
 /* Copies all steps of a tile's rows, in boxes of S::box_rows, as many as there are rows. `scales`
  * is the place of group scales in the first stage. */
 template <class S>

@@ -110,23 +110,6 @@ static __device__ __forceinline__ int end_of_wave(const gemm_args *a, int wave) 
     return USE == OF_GATE_AND_UP ? (wave + 1) * a->half : a->n;
 }
 
-/* ---- linked products (fp8.cu) ---- */
-
-/* Counts a warp that has written its part of g of a tile. */
-static __device__ __forceinline__ void tell_written(const gemm_args *a, const place *p) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0)
-        add_release(a->written + p->rows.first, 1);
-}
-
-/* Waits until the first product has written the g of a tile's rows by ordinary stores. TMA then
- * reads them for this thread. */
-static __device__ __forceinline__ void await_rows(const gemm_args *a, const place *p) {
-    while (load_acquire(a->written + p->rows.first) < a->writers)
-        ;
-    fence_async_proxy_of_memory();
-}
-
 /* ---- outputs ---- */
 
 /* Scales and biases of the two rows of W whose sums a thread has. */

@@ -239,8 +239,8 @@ static __device__ __forceinline__ place find_tile(const gemm_args *a, const sche
     }
 }
 
-/* Returns the width of the widest tile that is not reserved. A reserved one, which comes first, gets
- * it at least: widths come in order. */
+/* Returns the width of the widest tile that is not reserved. A reserved one, which comes first,
+ * gets it at least: widths come in order. */
 template <class S>
 static __device__ __forceinline__ int widest(const gemm_args *a, const scheduler_state *b) {
     tile_search search = {0, 0};
@@ -268,8 +268,8 @@ static __device__ __forceinline__ void publish_tile(scheduler_state *b, uint32_t
                                                     pipeline_state *at, const place *p, int width) {
     mbarrier_wait(posted + 8u * (SCHEDULER_STAGES + at->index), at->parity ^ 1);
     if (threadIdx.x % 32 == 0) {
-        b->published[at->index] = make_int4(p->rows.expert | width << WIDTH_BIT, p->rows.first,
-                                            p->rows.rows, p->along);
+        b->published[at->index] =
+            make_int4(p->rows.expert | width << WIDTH_BIT, p->rows.first, p->rows.rows, p->along);
         mbarrier_arrive(posted + 8u * at->index);
     }
     advance(at, SCHEDULER_STAGES);
@@ -416,11 +416,8 @@ template <class S>
 static __device__ __forceinline__ void produce_rows(const gemm_args *a, const feed *f) {
     pipeline_state slot = {0, 0};
     uint64_t policy = policy_evict_normal();
-    if (!a->linked)
-        wait_for_predecessor();
+    wait_for_predecessor();
     for_tiles(f->tiles, f->posted, [&](place p) {
-        if (a->linked && threadIdx.x % 32 == 0)
-            await_rows(a, &p);
         for (int step = 0; step < a->steps; step++) {
             mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
             if (threadIdx.x % 32 == 0)
@@ -759,11 +756,8 @@ static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit
         multiply<S>(t, a->steps, slot, sum);
         complete(&e[0]);
         complete(&e[1]);
-        if constexpr (S::use != OF_D) {
+        if constexpr (S::use != OF_D)
             write_g<S>(a, &p, path->room, e, group, sum);
-            if (a->written && p.rows.rows > 0)
-                tell_written(a, &p);
-        }
 #pragma unroll
         for (int i = 0; S::use == OF_D && i < S::waves; i++) {
             int column = column_of_wave<S>(&p, group, i);
@@ -777,44 +771,33 @@ static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit
 
 /* Makes all tiles of the block, in the order of width_after. */
 template <class S>
-static __device__ __forceinline__ void make_widths(const gemm_args *a, const unit_reader *t,
-                                                   pipeline_state *slot, int group,
-                                                   unit_consumer *path) {
-    make_tiles<S>(a, t, slot, group, path);
-    if constexpr (S::large) {
-        make_tiles<typename S::template of_width<256>>(a, t, slot, group, path);
-        make_tiles<typename S::template of_width<192>>(a, t, slot, group, path);
-        make_tiles<typename S::template of_width<128>>(a, t, slot, group, path);
-        make_tiles<typename S::template of_width<96>>(a, t, slot, group, path);
-    } else if constexpr (S::tokens == 128) {
-        make_tiles<typename S::template of_width<112>>(a, t, slot, group, path);
-        make_tiles<typename S::template of_width<96>>(a, t, slot, group, path);
-        make_tiles<typename S::template of_width<80>>(a, t, slot, group, path);
-        make_tiles<typename S::template of_width<64>>(a, t, slot, group, path);
-        make_tiles<typename S::template of_width<32>>(a, t, slot, group, path);
-    } else {
-        if constexpr (S::tokens > 32) {
-            make_tiles<typename S::template of_width<48>>(a, t, slot, group, path);
-            make_tiles<typename S::template of_width<32>>(a, t, slot, group, path);
-        }
-        make_tiles<typename S::template of_width<16>>(a, t, slot, group, path);
-    }
-}
-
-/* A consumer warpgroup. */
-template <class S>
 static __device__ __forceinline__ void consume(const gemm_args *a, const unit_reader *t, int group,
                                                unit_consumer path) {
     pipeline_state slot = {0, 0};
-    if (!a->linked)
-        wait_for_predecessor();
+    wait_for_predecessor();
     launch_dependents(); /* the next kernel may rely on the groups */
     fetch_next_tile(&path.tiles);
-    make_widths<S>(a, t, &slot, group, &path);
+    make_tiles<S>(a, t, &slot, group, &path);
+    if constexpr (S::large) {
+        make_tiles<typename S::template of_width<256>>(a, t, &slot, group, &path);
+        make_tiles<typename S::template of_width<192>>(a, t, &slot, group, &path);
+        make_tiles<typename S::template of_width<128>>(a, t, &slot, group, &path);
+        make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &path);
+    } else if constexpr (S::tokens == 128) {
+        make_tiles<typename S::template of_width<112>>(a, t, &slot, group, &path);
+        make_tiles<typename S::template of_width<96>>(a, t, &slot, group, &path);
+        make_tiles<typename S::template of_width<80>>(a, t, &slot, group, &path);
+        make_tiles<typename S::template of_width<64>>(a, t, &slot, group, &path);
+        make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &path);
+    } else {
+        if constexpr (S::tokens > 32) {
+            make_tiles<typename S::template of_width<48>>(a, t, &slot, group, &path);
+            make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &path);
+        }
+        make_tiles<typename S::template of_width<16>>(a, t, &slot, group, &path);
+    }
     if (S::use == OF_D && !S::from_registers)
         store_wait<0>();
-    if (a->linked)
-        wait_for_predecessor(); /* a kernel that waits for this one waits for all before it */
 }
 
 #define BARRIERS (3 * MANY_STAGES + 2 * SCHEDULER_STAGES)
@@ -897,12 +880,6 @@ static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
     return a->stages * v->stage + v->room;
 }
 
-/* Returns the warps that write g of a tile of rows: those of a block for each tile of W13. */
-static int writers_of_g(const moe::expert_product *p, const unit_variant *v) {
-    int64_t columns = v->box_slabs * MOQ_PACK_ROWS * (p->call->spec->gated ? 1 : 2);
-    return v->warpgroups * 4 * (int)((p->call->spec->w2.in_features + columns - 1) / columns);
-}
-
 #define SURELY 8 /* slots an expert on average with which hardly any expert has none */
 
 /* Returns the experts whose first tiles are reserved: as many as blocks have tiles of at first, if
@@ -928,7 +905,6 @@ moq_status multiply_nvfp4(const moe::expert_product *p, moq_err *err) {
     MOQ_TRY(find_shared_limit(p, &limit, err));
     gemm_args a = args_of(p, (blocks + v.units - 1) / v.units, slabs, v.box_slabs / WAVE_SLABS);
     int shared = set_stages(&a, &v, limit);
-    a.writers = writers_of_g(p, &v);
     a.reserved = reserved_experts(p, &a);
     MOQ_TRY(moq_tensor_map_words(&weights, p->weight->weight, p->call->spec->experts * slabs,
                                  blocks * UNIT_WORDS, v.box_slabs, v.box_units * UNIT_WORDS, err));

@@ -14,9 +14,10 @@ namespace moq::moe_prefill {
 
 /* Makes rows of x like make_rows_of_x, if neither router weights nor factors change x: ROWS_TENSOR,
  * ROWS_TOKEN, ROWS_GROUP or ROWS_VALUES of 16-bit x or its codes, K a multiple of 16. The next
- * kernel may read the groups before it waits. */
+ * kernel may read the groups before it waits. `written`, unless NULL, becomes 0 for rows of slots
+ * in all formats but ROWS_VALUES. */
 moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
-                               const moe::expert_rows *rows, moq_err *err);
+                               const moe::expert_rows *rows, int32_t *written, moq_err *err);
 
 /* Makes rows of g like make_rows_of_g, for ROWS_TOKEN or ROWS_GROUP. */
 moq_status make_codes_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,

@@ -40,6 +40,7 @@ typedef struct {
     const float *weights; /* router weights on the input, or NULL */
     moe::slot_tensor weight_at;
     const float *smooth;      /* [E, K] or NULL */
+    int32_t *written;         /* counters of rows, which become 0, or NULL */
     moe::slot_tensor x_scale; /* scales beside codes of x, and how many a token has */
     int x_scales;
 } row_args;
@@ -332,6 +333,8 @@ static __global__ void __launch_bounds__(ROW_THREADS)
         return;
     if (S::FORMAT == moe::ROWS_TOKEN && v.row >= 0)
         a.scales[v.row] = scale;
+    if (a.written && v.row >= 0)
+        a.written[v.row] = 0;
 #pragma unroll 1
     for (int base = 0; base < a.k; base += S::SPAN) {
         if (base > 0)
@@ -413,12 +416,14 @@ static __device__ __forceinline__ void store_parts(const row_args *a, int row, i
             to[32 * i] = part[i];
 }
 
-/* Copies the scales beside a token's codes to a row. */
+/* Copies the scales beside a token's codes to a row, and clears its counter. */
 static __device__ __forceinline__ void copy_scales(const row_args *a, const float *scales,
                                                    int row) {
     int lane = (int)threadIdx.x % 32;
     for (int i = lane; i < a->x_scales; i += 32)
         a->scales[i * a->scale_stride + row] = scales[i * a->x_scale.step];
+    if (a->written && lane == 0)
+        a->written[row] = 0;
 }
 
 /* Copies the values or codes of a token to the rows of its slots. */
@@ -545,8 +550,9 @@ static moq_status launch_tokens(row_args *a, const moe::slot_chunk *chunk, moq_e
 }
 
 moq_status make_rows_of_tokens(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
-                               const moe::expert_rows *rows, moq_err *err) {
+                               const moe::expert_rows *rows, int32_t *written, moq_err *err) {
     row_args a = args_of_x(chunk, groups, rows);
+    a.written = written;
     if (chunk->call->spec->w13.quantized_input)
         return launch(&a, chunk, (const void *)copy_rows<OF_CODES>, 32, err);
     switch (rows->format) {
