@@ -69,7 +69,7 @@ static moe::row_tiling nvfp4_tiling_of(const moq_moe_call *call, double) {
             false};
 }
 
-#define MOST_GATHERED 64 /* rows of tiles that gather */
+#define MOST_GATHERED 72 /* rows of tiles that gather */
 
 /* True if a slot's weight or expert changes its x. */
 static bool nvfp4_has_own_x(const moq_moe_call *call) {

@@ -58,7 +58,7 @@ struct unit_shape {
     static constexpr int T = N;
     static constexpr bool mixed = gated && waves == 1; /* one wave has rows of gate and of up */
     static constexpr int registers = large ? 224 : 112, copier_registers = large ? 56 : 32;
-    static constexpr int box_rows = large ? 32 : 16; /* rows of a TMA box */
+    static constexpr int box_rows = large ? 32 : MOST % 16 ? 8 : 16; /* rows of a TMA box */
     static constexpr int panel_bytes = tokens * 128, token_bytes = units * panel_bytes;
     static constexpr int weight_bytes = warpgroups * own_units * WAVE_BYTES;
     /* Returns the offset of a warp's unit `own`: waves follow each other, in a wave the boxes of a
@@ -76,7 +76,10 @@ struct unit_shape {
     static constexpr int first_tokens = N == 80 ? 48 : N == 112 ? 64 : N == 288 ? 144 : N;
     /* Groups of 16 columns whose operands are in registers at a time, double-buffered: fewer if
      * sums leave less room. */
-    static constexpr int depth = own_units == 1 || N > 64 || (waves == 2 && N == 64) ? 2 : 4;
+    static constexpr int depth = waves == 2 && N > 64                                  ? 1
+                                 : own_units == 1 || N > 64 || (waves == 2 && N == 64) ? 2
+                                                                                       : 4;
+    static constexpr bool late_terms = waves == 2 && N > 64; /* no registers hold them before */
     /* Bytes of scales that a warp makes for its lanes in a step: [unit][row g][group, rows g and g
      * + 8]. */
     static constexpr int scales = own_units * 128;
@@ -105,19 +108,19 @@ template <class S> static __device__ __forceinline__ int width_of(const gemm_arg
         return rows > 256 ? 288 : rows > 192 ? 256 : rows > 128 ? 192 : rows > 96 ? 128 : 96;
     if (S::tokens == 128)
         return rows > 32 ? max(64, (rows + 15) / 16 * 16) : 32;
-    return rows > 16 ? (rows + 15) / 16 * 16 : 16;
+    return rows > 16 ? min((rows + 15) / 16 * 16, S::tokens) : 16;
 }
 
 /* Returns the next smaller width, 0 after the last. */
 template <class S> static __device__ __forceinline__ int width_after(int width) {
     if (S::large)
         return width == 288 ? 256 : width == 256 ? 192 : width == 192 ? 128 : width == 128 ? 96 : 0;
-    return S::tokens == 128 && width <= 64 ? width - 32 : width - 16;
+    return S::tokens == 128 && width <= 64 ? width - 32 : (width - 1) / 16 * 16;
 }
 
 /* Returns the number of widths. */
 template <class S> static __device__ __forceinline__ constexpr int widths_of(void) {
-    return S::large ? 5 : S::tokens == 128 ? 6 : S::tokens / 16;
+    return S::large ? 5 : S::tokens == 128 ? 6 : (S::tokens + 15) / 16;
 }
 
 /* ---- tile scheduler: order of tiles ---- */
@@ -134,8 +137,14 @@ typedef struct {
     int4 published[SCHEDULER_STAGES];
     uint32_t suits[MOST_WIDTHS * NOTED_WORDS]; /* [width][word] */
     place reserved;                            /* the block's reserved tile, if it has one */
+    int least;                                 /* width of the reserved tile at least */
     int end;                                   /* number of tiles that are not reserved */
 } scheduler_state;
+
+/* True if tiles are reserved: of gathered rows alone. */
+template <class S> static __device__ __forceinline__ bool reserves(const gemm_args *a) {
+    return S::use != OF_D && !S::large && a->reserved;
+}
 
 /* True if the block has a reserved tile. */
 static __device__ __forceinline__ bool holds_reserved(const gemm_args *a) {
@@ -154,7 +163,8 @@ template <class S>
 static __device__ __forceinline__ int noted_width(const gemm_args *a, scheduler_state *b,
                                                   int tile) {
     moe::row_tile rows = a->tiles[tile];
-    if (rows.expert >= a->reserved || (tile > 0 && a->tiles[tile - 1].expert == rows.expert))
+    if (!reserves<S>(a) || rows.expert >= a->reserved ||
+        (tile > 0 && a->tiles[tile - 1].expert == rows.expert))
         return width_of<S>(a, rows.rows);
     if (holds_reserved(a) && rows.expert == b->reserved.rows.expert)
         b->reserved.rows = rows;
@@ -170,7 +180,7 @@ static __device__ __forceinline__ void note_widths(const gemm_args *a, scheduler
          word += S::warpgroups * 4 + 4) {
         int tile = 32 * word + lane, own = tile < count ? noted_width<S>(a, b, tile) : 0;
         uint32_t *to = b->suits + word;
-        if (a->reserved) {
+        if (reserves<S>(a)) {
             int free = __popc(__ballot_sync(ALL_LANES, own > 0));
             if (lane == 0)
                 atomicAdd(&b->end, free * a->row_tiles);
@@ -181,7 +191,7 @@ static __device__ __forceinline__ void note_widths(const gemm_args *a, scheduler
                 *to = suits;
         }
     }
-    if (threadIdx.x == 0 && !a->reserved)
+    if (threadIdx.x == 0 && !reserves<S>(a))
         b->end = count * a->row_tiles;
 }
 
@@ -363,33 +373,39 @@ static __device__ __forceinline__ void copy_reserved(const gemm_args *a, const f
 }
 
 /* Acquires the tiles, each while the copies of the one before are in flight, and copies their
- * units. */
+ * units. A reserved tile comes first. */
 template <class S>
 static __device__ __forceinline__ void produce_units(const gemm_args *a, const feed *f) {
     pipeline_state slot = {0, 0}, at = {0, 0};
     uint64_t policy = policy_evict_normal();
     tile_search search = {0, 0};
-    int lane = threadIdx.x % 32, first = a->reserved ? 0 : (int)gridDim.x;
-    int number = (int)blockIdx.x, copied = holds_reserved(a) ? a->stages : 0;
-    int least = copied ? widest<S>(a, f->tiles) : 0;
-    if (a->reserved && !copied) {
-        number = lane == 0 ? count_up(a->acquired) : 0;
-        number = __shfl_sync(ALL_LANES, number, 0);
+    int number = (int)blockIdx.x, lane = threadIdx.x % 32, copied = 0;
+    if (reserves<S>(a) && holds_reserved(a)) {
+        int least = widest<S>(a, f->tiles);
+        if (lane == 0)
+            f->tiles->least = least;
+        __syncwarp();
+        copied = min(a->stages, a->steps);
+        for (int step = 0; step < copied; step++)
+            advance(&slot, a->stages);
+    } else if (reserves<S>(a)) {
+        number = __shfl_sync(ALL_LANES, lane == 0 ? count_up(a->acquired) : 0, 0);
     }
     while (copied || number < f->tiles->end) {
         place p = copied ? f->tiles->reserved : find_tile<S>(a, f->tiles, &search, number);
         int acquired = 0; /* arrives before the next tile's turn: nothing uses it earlier */
-        publish_tile(f->tiles, f->posted, &at, &p, max(least, width_of<S>(a, p.rows.rows)));
+        publish_tile(f->tiles, f->posted, &at, &p,
+                     max(width_of<S>(a, p.rows.rows), copied ? f->tiles->least : 0));
         if (lane == 0)
             acquired = count_up(a->acquired);
-        for (int step = 0; step < a->steps; step++) {
+        for (int step = copied; step < a->steps; step++) {
             mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
-            if (lane == 0 && step >= copied)
+            if (lane == 0)
                 copy_units<S>(a, f, &p, step, &slot, policy);
             advance(&slot, a->stages);
         }
-        number = first + __shfl_sync(ALL_LANES, acquired, 0);
-        copied = least = 0;
+        number = (reserves<S>(a) ? 0 : (int)gridDim.x) + __shfl_sync(ALL_LANES, acquired, 0);
+        copied = 0;
     }
     place none = {{0, 0, 0}, -1};
     publish_tile(f->tiles, f->posted, &at, &none, 0);
@@ -512,7 +528,7 @@ static __device__ __forceinline__ void let_products_see(const gemm_args *a, cons
 /* ---- producers and barriers ---- */
 
 template <class S> static __device__ __forceinline__ bool gathers(const gemm_args *a) {
-    return S::tokens <= 128 && S::use != OF_D && a->slot;
+    return S::tokens <= 72 && S::use != OF_D && a->slot;
 }
 
 /* Runs the producer warps. */
@@ -546,16 +562,16 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f)
         }
         mbarrier_init_fence();
         prefetch_map(f->rows);
-        if (a->reserved) {
+        if (reserves<S>(a)) {
             f->tiles->reserved = reserved_place(a);
             f->tiles->end = 0;
+            if (holds_reserved(a))
+                copy_reserved<S>(a, f);
         }
-        if (holds_reserved(a))
-            copy_reserved<S>(a, f);
     }
     if (threadIdx.x / 32 == 2)
         touch_parameter(*a);
-    if (a->reserved)
+    if (reserves<S>(a))
         __syncthreads();
     if (!a->early)
         wait_for_predecessor();
@@ -641,6 +657,9 @@ load_piece(const unit_reader *t, const pipeline_state *slot, uint32_t scales, in
     if constexpr (S::depth == 4) {
         *(uint4 *)p.word = load_shared(from);
         *(uint4 *)p.scale = load_shared(scales);
+    } else if constexpr (S::depth == 1) {
+        p.word[0] = load_shared_word(from);
+        p.scale[0] = load_shared_word(scales);
     } else {
         *(uint2 *)p.word = load_shared_pair(from);
         *(uint2 *)p.scale = load_shared_pair(scales);
@@ -752,8 +771,16 @@ static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit
                                                   unit_consumer *path) {
     for_tiles_of_width<S>(&path->tiles, [&](place p) {
         float sum[S::waves][S::T / 2] = {};
-        terms e[2] = {find_terms<S>(a, &p, group, 0), find_terms<S>(a, &p, group, S::waves - 1)};
+        terms e[2];
+        auto find = [&] {
+            e[0] = find_terms<S>(a, &p, group, 0);
+            e[1] = find_terms<S>(a, &p, group, S::waves - 1);
+        };
+        if constexpr (!S::late_terms)
+            find();
         multiply<S>(t, a->steps, slot, sum);
+        if constexpr (S::late_terms)
+            find();
         complete(&e[0]);
         complete(&e[1]);
         if constexpr (S::use != OF_D)
@@ -790,6 +817,8 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
         make_tiles<typename S::template of_width<64>>(a, t, &slot, group, &path);
         make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &path);
     } else {
+        if constexpr (S::tokens > 64)
+            make_tiles<typename S::template of_width<64>>(a, t, &slot, group, &path);
         if constexpr (S::tokens > 32) {
             make_tiles<typename S::template of_width<48>>(a, t, &slot, group, &path);
             make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &path);
@@ -858,6 +887,8 @@ static unit_variant variant_of_tile(int rows, bool deep) {
         return variant_of<unit_shape<TYPE, USE, 64, 64, 2>>();
     if (rows == 64)
         return variant_of<unit_shape<TYPE, USE, 64, 64, 2, 2>>();
+    if (rows == 72)
+        return variant_of<unit_shape<TYPE, USE, 72, 72, 2, 2>>();
     if (rows == 128)
         return variant_of<unit_shape<TYPE, USE, 128, 128, 2>>();
     return variant_of<unit_shape<TYPE, USE, 288, 288>>();
