@@ -36,13 +36,13 @@ FORMATS = [
     ("MXFP4", FOLDED),
     ("MXFP4", NVFP4),
 ]
-SMALL, LARGE, LARGEST, DEEP, DEEPEST = 1, 2, 3, 4, 5
+SMALL, LARGE, LARGEST, DEEP, DEEPEST, MEDIUM = 1, 2, 3, 4, 5, 6
 """Variants: tiles of up to 64 rows, of 136 (in blocks and of NVFP4 128), and of NVFP4 288; of 64 and of 32 by
-fewer rows of W; folded 96 and 288."""
+fewer rows of W, and of 72; folded 96 and 288."""
 
 
 def configs_of(kernel: str) -> tuple[int, ...]:
-    return (SMALL, DEEP, DEEPEST, LARGE, LARGEST) if kernel == NVFP4 else (SMALL, LARGE)
+    return (SMALL, DEEP, DEEPEST, MEDIUM, LARGE, LARGEST) if kernel == NVFP4 else (SMALL, LARGE)
 
 
 CONFIGS = [(algo, kernel, config) for algo, kernel in FORMATS for config in configs_of(kernel)]
@@ -117,7 +117,7 @@ def test_sums_that_fp8_cores_cut(rng, monkeypatch, algo, kernel, config):
 @pytest.mark.parametrize("algo, kernel, config", CONFIGS)
 def test_rows_of_every_width(rng, monkeypatch, algo, kernel, config, activation, gated):
     """Experts with every number of rows around the widths of products, and around one and two tiles."""
-    edges = (8, 16, 32, 48, 64, 80, 96, 112, 128, 136, 160, 192, 256, 272, 288, 576)
+    edges = (8, 16, 32, 48, 64, 72, 80, 96, 112, 128, 136, 160, 192, 256, 272, 288, 576)
     counts = sorted({count for edge in edges for count in (edge - 1, edge, edge + 1)} | {0, 1, 300})
     options = {"top_k": 1, "activation": activation, "gated": gated}
     method = layer_of(monkeypatch, kernel, algo, len(counts), 128, 64, **options)
@@ -204,7 +204,7 @@ def test_chunks_of_tokens_are_as_one(rng, monkeypatch, algo, kernel):
     check_exactly(y[some], method, stacks, x[some], weights[some], ids[some])
 
 
-@pytest.mark.parametrize("config", [SMALL, DEEP, DEEPEST])
+@pytest.mark.parametrize("config", [SMALL, DEEP, DEEPEST, MEDIUM])
 def test_more_tiles_than_a_block_notes(rng, monkeypatch, config):
     """Warps that claim tiles then look at the list of them."""
     method = layer_of(monkeypatch, NVFP4, "NVFP4", 3, 64, 64, top_k=8)

@@ -4,13 +4,13 @@
  * Layouts: W packed as prepared (core/nvfp4_packed.h); rows bfloat16 or float16, sorted by expert
  * or gathered from x; g [rows, I] of 16 bits, d [rows, H] bfloat16 or float32.
  *
- * Tile: 512 rows of W by up to 64 rows of tokens, which are the columns of the products, or 256
- * rows by up to 32, 64 or 128, or 128 by up to 288. Each of four warpgroups multiplies two waves of
- * 64 rows or one, each of two warpgroups one. In the first product half of these are rows of gate
- * and half are the rows of up beside them: a wave of each, or, of one wave, 32 rows of each. A step
- * is 64 columns, a unit of each slab and 128 bytes of each row; in tiles of up to 64 rows it is
- * twice or four times as much, as the cost of a step beside its products stays the same. Tiles of
- * 256 rows of W have half the columns of those of 512 to be scheduled.
+ * Tile: 512 rows of W by up to 64 or 72 rows of tokens, which are the columns of the products, or
+ * 256 rows by up to 32, 64 or 128, or 128 by up to 288. Each of four warpgroups multiplies two
+ * waves of 64 rows or one, each of two warpgroups one. In the first product half of these are rows
+ * of gate and half are the rows of up beside them: a wave of each, or, of one wave, 32 rows of
+ * each. A step is 64 columns, a unit of each slab and 128 bytes of each row; in tiles of up to 128
+ * rows it is twice or four times as much, as the cost of a step beside its products stays the same.
+ * Tiles of 256 rows of W have half the columns of those of 512 to be scheduled.
  *
  * Mainloop: four warps fill a pipeline of steps. Rows that are tokens of x they gather, 16 bytes a
  * lane in the swizzle that TMA would make; all else comes by TMA. A warpgroup decodes a piece of a
@@ -21,7 +21,14 @@
  * copies W acquires the next tile from a counter while it copies the one before. Tiles are counted
  * in the order of their widths, widest first, so that a block meets each width once and the last
  * tiles are short. No list is made: a block notes in bits which tiles have which width, 32 tiles a
- * word, and finds a tile by counting bits.
+ * word, and finds a tile by counting bits. If rows are gathered and hardly any expert has none, the
+ * first tiles of the first experts are reserved, one a block: their W is copied while slots are
+ * sorted. A reserved tile has the products of the widest at least, so that widths stay in order.
+ * Its expert may have no rows: then it writes nothing.
+ *
+ * Registers: ptxas waits for each product if sums, operands and the rest need more than 112, or if
+ * operands have more than two sets. Loops in consumers end by numbers that are uniform in a warp:
+ * otherwise addresses move to uniform registers in every step.
  *
  * Bound (docs/lab/experts-prefill.md): with few rows the instructions that decode, 80 of a warp for
  * a unit with the rest of the loop, so that schedulers issue in 65 to 70 of 100 cycles, and how
