@@ -75,7 +75,7 @@ def test_configs_of_a_linear(configs: Any, layer: str, kernel: str, count: int) 
         ("FP8", "sm90_fp8_decode", 5),
         ("NVFP4", "sm90_nvfp4_decode", 5),
         ("FP8_PB_WO", "sm90_fp8_prefill", 2),
-        ("NVFP4", "sm90_nvfp4_prefill", 6),
+        ("NVFP4", "sm90_nvfp4_prefill", 5),
         ("NVFP4,fp8", "sm90_nvfp4_fp8_prefill", 2),
         ("NVFP4,fp8", "sm80_nvfp4_fp8", 1),
     ],

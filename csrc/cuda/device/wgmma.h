@@ -20,7 +20,6 @@ namespace moq {
 #define NUMBERS_32                                                                                 \
     NUMBERS_16 ", "                                                                                \
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NUMBERS_36 NUMBERS_32 ", %32, %33, %34, %35"
 #define NUMBERS_48                                                                                 \
     NUMBERS_32 ", "                                                                                \
                "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -51,7 +50,6 @@ namespace moq {
 #define FLOATS_16(d, i)  FLOATS_8(d, i), FLOATS_8(d, i + 8)
 #define FLOATS_24(d, i)  FLOATS_16(d, i), FLOATS_8(d, i + 16)
 #define FLOATS_32(d, i)  FLOATS_16(d, i), FLOATS_16(d, i + 16)
-#define FLOATS_36(d, i)  FLOATS_32(d, i), FLOATS_4(d, i + 32)
 #define FLOATS_48(d, i)  FLOATS_32(d, i), FLOATS_16(d, i + 32)
 #define FLOATS_64(d, i)  FLOATS_32(d, i), FLOATS_32(d, i + 32)
 #define FLOATS_68(d, i)  FLOATS_64(d, i), FLOATS_4(d, i + 64)
@@ -133,7 +131,6 @@ WGMMA_OF_REGISTERS(bf16, 16, 8, 8, 9, 10, 11, 12)
 WGMMA_OF_REGISTERS(bf16, 32, 16, 16, 17, 18, 19, 20)
 WGMMA_OF_REGISTERS(bf16, 48, 24, 24, 25, 26, 27, 28)
 WGMMA_OF_REGISTERS(bf16, 64, 32, 32, 33, 34, 35, 36)
-WGMMA_OF_REGISTERS(bf16, 72, 36, 36, 37, 38, 39, 40)
 WGMMA_OF_REGISTERS(bf16, 96, 48, 48, 49, 50, 51, 52)
 WGMMA_OF_REGISTERS(bf16, 128, 64, 64, 65, 66, 67, 68)
 WGMMA_OF_REGISTERS(bf16, 144, 72, 72, 73, 74, 75, 76)
@@ -143,7 +140,6 @@ WGMMA_OF_REGISTERS(f16, 16, 8, 8, 9, 10, 11, 12)
 WGMMA_OF_REGISTERS(f16, 32, 16, 16, 17, 18, 19, 20)
 WGMMA_OF_REGISTERS(f16, 48, 24, 24, 25, 26, 27, 28)
 WGMMA_OF_REGISTERS(f16, 64, 32, 32, 33, 34, 35, 36)
-WGMMA_OF_REGISTERS(f16, 72, 36, 36, 37, 38, 39, 40)
 WGMMA_OF_REGISTERS(f16, 96, 48, 48, 49, 50, 51, 52)
 WGMMA_OF_REGISTERS(f16, 128, 64, 64, 65, 66, 67, 68)
 WGMMA_OF_REGISTERS(f16, 144, 72, 72, 73, 74, 75, 76)

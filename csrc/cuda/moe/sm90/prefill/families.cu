@@ -69,8 +69,6 @@ static moe::row_tiling nvfp4_tiling_of(const moq_moe_call *call, double) {
             false};
 }
 
-#define MOST_GATHERED 72 /* rows of tiles that gather */
-
 /* True if a slot's weight or expert changes its x. */
 static bool nvfp4_has_own_x(const moq_moe_call *call) {
     return call->weights_on_input || call->w13.pre_quant_scale;
@@ -83,7 +81,7 @@ static moq_status nvfp4_load_x(const moe::slot_chunk *chunk, moe::expert_product
     const moq_moe_call *call = chunk->call;
     if (nvfp4_has_own_x(call))
         return moe::make_rows_of_x(chunk, p->groups, x, err);
-    if (chunk->tile_rows > MOST_GATHERED) {
+    if (chunk->tile_rows > 64) {
         p->early = true;
         return make_rows_of_tokens(chunk, p->groups, x, NULL, err);
     }

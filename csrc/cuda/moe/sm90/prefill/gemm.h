@@ -70,7 +70,6 @@ typedef struct {
     int32_t *written; /* [rows]: warps that have written g of the tile that begins there, or NULL */
     int writers;      /* warps that write g of a tile */
     bool linked;      /* rows are complete when `written` says so */
-    int reserved;     /* experts whose first tile of rows belongs to blocks from the start */
 } gemm_args;
 
 /* ---- tiles ---- */

@@ -4,13 +4,13 @@
  * Layouts: W packed as prepared (core/nvfp4_packed.h); rows bfloat16 or float16, sorted by expert
  * or gathered from x; g [rows, I] of 16 bits, d [rows, H] bfloat16 or float32.
  *
- * Tile: 512 rows of W by up to 64 or 72 rows of tokens, which are the columns of the products, or
- * 256 rows by up to 32, 64 or 128, or 128 by up to 288. Each of four warpgroups multiplies two
- * waves of 64 rows or one, each of two warpgroups one. In the first product half of these are rows
- * of gate and half are the rows of up beside them: a wave of each, or, of one wave, 32 rows of
- * each. A step is 64 columns, a unit of each slab and 128 bytes of each row; in tiles of up to 128
- * rows it is twice or four times as much, as the cost of a step beside its products stays the same.
- * Tiles of 256 rows of W have half the columns of those of 512 to be scheduled.
+ * Tile: 512 rows of W by up to 64 rows of tokens, which are the columns of the products, or 256
+ * rows by up to 32, 64 or 128, or 128 by up to 288. Each of four warpgroups multiplies two waves of
+ * 64 rows or one, each of two warpgroups one. In the first product half of these are rows of gate
+ * and half are the rows of up beside them: a wave of each, or, of one wave, 32 rows of each. A step
+ * is 64 columns, a unit of each slab and 128 bytes of each row; in tiles of up to 128 rows it is
+ * twice or four times as much, as the cost of a step beside its products stays the same. Tiles of
+ * 256 rows of W have half the columns of those of 512 to be scheduled.
  *
  * Mainloop: four warps fill a pipeline of steps. Rows that are tokens of x they gather, 16 bytes a
  * lane in the swizzle that TMA would make; all else comes by TMA. A warpgroup decodes a piece of a
@@ -21,14 +21,7 @@
  * copies W acquires the next tile from a counter while it copies the one before. Tiles are counted
  * in the order of their widths, widest first, so that a block meets each width once and the last
  * tiles are short. No list is made: a block notes in bits which tiles have which width, 32 tiles a
- * word, and finds a tile by counting bits. If rows are gathered and hardly any expert has none, the
- * first tiles of the first experts are reserved, one a block: their W is copied while slots are
- * sorted. A reserved tile has the products of the widest at least, so that widths stay in order.
- * Its expert may have no rows: then it writes nothing.
- *
- * Registers: ptxas waits for each product if sums, operands and the rest need more than 112, or if
- * operands have more than two sets. Loops in consumers end by numbers that are uniform in a warp:
- * otherwise addresses move to uniform registers in every step.
+ * word, and finds a tile by counting bits.
  *
  * Bound (docs/lab/experts-prefill.md): with few rows the instructions that decode, 80 of a warp for
  * a unit with the rest of the loop, so that schedulers issue in 65 to 70 of 100 cycles, and how
@@ -36,7 +29,6 @@
  * rows by 288, and L2, which delivers 36 bytes a cycle and multiprocessor to such tiles. Between,
  * in tiles of 256 rows by up to 128, both, as they slow each other. */
 #include "core/nvfp4_packed.h"
-#include "cuda/choice/grid.h"
 #include "cuda/device/nvfp4_decode.h"
 #include "cuda/device/wgmma.h"
 #include "cuda/moe/sm90/prefill/gemm.h"
@@ -65,7 +57,7 @@ struct unit_shape {
     static constexpr int T = N;
     static constexpr bool mixed = gated && waves == 1; /* one wave has rows of gate and of up */
     static constexpr int registers = large ? 224 : 112, copier_registers = large ? 56 : 32;
-    static constexpr int box_rows = large ? 32 : MOST % 16 ? 8 : 16; /* rows of a TMA box */
+    static constexpr int box_rows = large ? 32 : 16; /* rows of a TMA box */
     static constexpr int panel_bytes = tokens * 128, token_bytes = units * panel_bytes;
     static constexpr int weight_bytes = warpgroups * own_units * WAVE_BYTES;
     /* Returns the offset of a warp's unit `own`: waves follow each other, in a wave the boxes of a
@@ -83,23 +75,20 @@ struct unit_shape {
     static constexpr int first_tokens = N == 80 ? 48 : N == 112 ? 64 : N == 288 ? 144 : N;
     /* Groups of 16 columns whose operands are in registers at a time, double-buffered: fewer if
      * sums leave less room. */
-    static constexpr int depth = waves == 2 && N > 64                                  ? 1
-                                 : own_units == 1 || N > 64 || (waves == 2 && N == 64) ? 2
-                                                                                       : 4;
-    static constexpr bool late_terms = waves == 2 && N > 64; /* no registers hold them before */
+    static constexpr int depth = own_units == 1 || N > 64 || (waves == 2 && N == 64) ? 2 : 4;
     /* Bytes of scales that a warp makes for its lanes in a step: [unit][row g][group, rows g and g
      * + 8]. */
     static constexpr int scales = own_units * 128;
     static constexpr int at_once = large ? 32 : 16; /* rows of an epilogue step */
-    /* Bytes of staged outputs of a warpgroup: rows of g, with sums that warps of gate and of up
-     * hand each other; pieces of d; nothing if outputs are stored from registers. */
+    /* Bytes of staged outputs of a warpgroup: a row of g and all rows, with sums that warps of gate
+     * and of up hand each other; pieces of d, unless it is stored from registers. */
     static constexpr bool from_registers = MOST <= 128;
     static constexpr bool rounds_d = TYPE == MOQ_NVFP4_BF16;
     static constexpr int row_bytes = columns_of_wave * 2;
     static constexpr int piece_bytes = at_once * (rounds_d ? 128 : 256);
-    static constexpr int room = mixed            ? at_once * row_bytes + at_once / 16 * HANDED
+    static constexpr int room = FOR != OF_D
+                                    ? at_once * row_bytes + (mixed ? at_once / 16 * HANDED : 0)
                                 : from_registers ? 0
-                                : FOR != OF_D    ? at_once * row_bytes
                                                  : D_PIECES * piece_bytes;
     template <int M> using of_width = unit_shape<TYPE, FOR, MOST, M, UNITS, WAVES>;
 };
@@ -115,19 +104,19 @@ template <class S> static __device__ __forceinline__ int width_of(const gemm_arg
         return rows > 256 ? 288 : rows > 192 ? 256 : rows > 128 ? 192 : rows > 96 ? 128 : 96;
     if (S::tokens == 128)
         return rows > 32 ? max(64, (rows + 15) / 16 * 16) : 32;
-    return rows > 16 ? min((rows + 15) / 16 * 16, S::tokens) : 16;
+    return rows > 16 ? (rows + 15) / 16 * 16 : 16;
 }
 
 /* Returns the next smaller width, 0 after the last. */
 template <class S> static __device__ __forceinline__ int width_after(int width) {
     if (S::large)
         return width == 288 ? 256 : width == 256 ? 192 : width == 192 ? 128 : width == 128 ? 96 : 0;
-    return S::tokens == 128 && width <= 64 ? width - 32 : (width - 1) / 16 * 16;
+    return S::tokens == 128 && width <= 64 ? width - 32 : width - 16;
 }
 
 /* Returns the number of widths. */
 template <class S> static __device__ __forceinline__ constexpr int widths_of(void) {
-    return S::large ? 5 : S::tokens == 128 ? 6 : (S::tokens + 15) / 16;
+    return S::large ? 5 : S::tokens == 128 ? 6 : S::tokens / 16;
 }
 
 /* ---- tile scheduler: order of tiles ---- */
@@ -140,43 +129,10 @@ template <class S> static __device__ __forceinline__ constexpr int widths_of(voi
 
 /* The tile scheduler in shared memory: bits of widths, and a queue of published tiles. */
 typedef struct {
-    /* Expert and, above, width; first row, rows, tile of W; -1 after the last tile. */
-    int4 published[SCHEDULER_STAGES];
+    int4 place[SCHEDULER_STAGES]; /* expert, first row, rows, tile of W; -1 after the last tile */
     uint32_t suits[MOST_WIDTHS * NOTED_WORDS]; /* [width][word] */
-    place reserved;                            /* the block's reserved tile, if it has one */
-    int least;                                 /* width of the reserved tile at least */
-    int end;                                   /* number of tiles that are not reserved */
+    int end;                                   /* number of all tiles */
 } scheduler_state;
-
-/* True if tiles are reserved: of gathered rows alone. */
-template <class S> static __device__ __forceinline__ bool reserves(const gemm_args *a) {
-    return S::use != OF_D && !S::large && a->reserved;
-}
-
-/* True if the block has a reserved tile. */
-static __device__ __forceinline__ bool holds_reserved(const gemm_args *a) {
-    return (int)blockIdx.x < a->reserved * a->row_tiles;
-}
-
-/* Returns the tile of W that is reserved for the block, without its rows. */
-static __device__ __forceinline__ place reserved_place(const gemm_args *a) {
-    int expert = (int)blockIdx.x / a->row_tiles;
-    return {{expert, 0, 0}, (int)blockIdx.x - expert * a->row_tiles};
-}
-
-/* Returns the width by which a tile is found, 0 if it is reserved. The block notes the rows of its
- * own. */
-template <class S>
-static __device__ __forceinline__ int noted_width(const gemm_args *a, scheduler_state *b,
-                                                  int tile) {
-    moe::row_tile rows = a->tiles[tile];
-    if (!reserves<S>(a) || rows.expert >= a->reserved ||
-        (tile > 0 && a->tiles[tile - 1].expert == rows.expert))
-        return width_of<S>(a, rows.rows);
-    if (holds_reserved(a) && rows.expert == b->reserved.rows.expert)
-        b->reserved.rows = rows;
-    return 0;
-}
 
 /* Notes the widths of tiles in bits, by all warps before the block synchronizes. */
 template <class S>
@@ -185,20 +141,15 @@ static __device__ __forceinline__ void note_widths(const gemm_args *a, scheduler
 #pragma unroll 1
     for (int word = threadIdx.x / 32; words <= NOTED_WORDS && word < words;
          word += S::warpgroups * 4 + 4) {
-        int tile = 32 * word + lane, own = tile < count ? noted_width<S>(a, b, tile) : 0;
+        int tile = 32 * word + lane, own = tile < count ? width_of<S>(a, a->tiles[tile].rows) : 0;
         uint32_t *to = b->suits + word;
-        if (reserves<S>(a)) {
-            int free = __popc(__ballot_sync(ALL_LANES, own > 0));
-            if (lane == 0)
-                atomicAdd(&b->end, free * a->row_tiles);
-        }
         for (int width = S::tokens; width; width = width_after<S>(width), to += words) {
             uint32_t suits = __ballot_sync(ALL_LANES, own == width);
             if (lane == 0)
                 *to = suits;
         }
     }
-    if (threadIdx.x == 0 && !reserves<S>(a))
+    if (threadIdx.x == 0)
         b->end = count * a->row_tiles;
 }
 
@@ -256,14 +207,6 @@ static __device__ __forceinline__ place find_tile(const gemm_args *a, const sche
     }
 }
 
-/* Returns the width of the widest tile that is not reserved. A reserved one, which comes first,
- * gets it at least: widths come in order. */
-template <class S>
-static __device__ __forceinline__ int widest(const gemm_args *a, const scheduler_state *b) {
-    tile_search search = {0, 0};
-    return b->end > 0 ? width_of<S>(a, find_tile<S>(a, b, &search, 0).rows.rows) : 0;
-}
-
 /* ---- tile scheduler: acquired and published tiles ---- */
 
 /* Adds 1 and returns the value before. ptxas would turn an addition into one for all lanes and wait
@@ -277,16 +220,12 @@ static __device__ __forceinline__ int count_up(int32_t *counter) {
     return before;
 }
 
-#define WIDTH_BIT 16
-static_assert(MOQ_CUDA_MOE_EXPERTS <= 1 << WIDTH_BIT, "expert and width share a word");
-
-/* Publishes a tile and the width of its products, by one warp. */
+/* Publishes a tile, by one warp. */
 static __device__ __forceinline__ void publish_tile(scheduler_state *b, uint32_t posted,
-                                                    pipeline_state *at, const place *p, int width) {
+                                                    pipeline_state *at, const place *p) {
     mbarrier_wait(posted + 8u * (SCHEDULER_STAGES + at->index), at->parity ^ 1);
     if (threadIdx.x % 32 == 0) {
-        b->published[at->index] =
-            make_int4(p->rows.expert | width << WIDTH_BIT, p->rows.first, p->rows.rows, p->along);
+        b->place[at->index] = make_int4(p->rows.expert, p->rows.first, p->rows.rows, p->along);
         mbarrier_arrive(posted + 8u * at->index);
     }
     advance(at, SCHEDULER_STAGES);
@@ -298,21 +237,19 @@ typedef struct {
     uint32_t posted; /* barriers of full places, then of empty ones */
     pipeline_state at;
     place now; /* the next tile; along is -1 after the last */
-    int width; /* of its products */
 } scheduler_consumer;
 
 static __device__ __forceinline__ void fetch_next_tile(scheduler_consumer *r) {
     mbarrier_wait(r->posted + 8u * r->at.index, r->at.parity);
-    int4 p = r->state->published[r->at.index];
-    r->now = {{p.x & ((1 << WIDTH_BIT) - 1), p.y, p.z}, p.w};
-    r->width = p.x >> WIDTH_BIT;
+    int4 p = r->state->place[r->at.index];
+    r->now = {{p.x, p.y, p.z}, p.w};
     warp_releases<false>(r->posted + 8u * (SCHEDULER_STAGES + r->at.index));
     advance(&r->at, SCHEDULER_STAGES);
 }
 
 static __device__ __forceinline__ scheduler_consumer open_scheduler(const scheduler_state *b,
                                                                     uint32_t posted) {
-    scheduler_consumer r = {b, posted, {0, 0}, {}, 0};
+    scheduler_consumer r = {b, posted, {0, 0}, {}};
     fetch_next_tile(&r);
     return r;
 }
@@ -328,9 +265,10 @@ static __device__ __forceinline__ void for_tiles(const scheduler_state *b, uint3
 
 /* Calls `make` for the next tiles that have this width. */
 template <class S, class F>
-static __device__ __forceinline__ void for_tiles_of_width(scheduler_consumer *r, F make) {
+static __device__ __forceinline__ void for_tiles_of_width(const gemm_args *a, scheduler_consumer *r,
+                                                          F make) {
 #pragma unroll 1
-    while (r->now.along >= 0 && r->width == S::T) {
+    while (r->now.along >= 0 && width_of<S>(a, r->now.rows.rows) == S::T) {
         make(r->now);
         fetch_next_tile(r);
     }
@@ -365,57 +303,30 @@ static __device__ __forceinline__ void copy_units(const gemm_args *a, const feed
                         policy);
 }
 
-/* Copies the units of the first steps of the block's reserved tile, as many as there are stages, by
- * one thread. They are weights, which do not depend on other kernels. */
-template <class S>
-static __device__ __forceinline__ void copy_reserved(const gemm_args *a, const feed *f) {
-    place p = reserved_place(a);
-    uint64_t policy = policy_evict_normal();
-    pipeline_state slot = {0, 0};
-#pragma unroll 1
-    for (int step = 0; step < min(a->stages, a->steps); step++) {
-        copy_units<S>(a, f, &p, step, &slot, policy);
-        advance(&slot, a->stages);
-    }
-}
-
 /* Acquires the tiles, each while the copies of the one before are in flight, and copies their
- * units. A reserved tile comes first. */
+ * units. */
 template <class S>
 static __device__ __forceinline__ void produce_units(const gemm_args *a, const feed *f) {
     pipeline_state slot = {0, 0}, at = {0, 0};
     uint64_t policy = policy_evict_normal();
     tile_search search = {0, 0};
-    int number = (int)blockIdx.x, lane = threadIdx.x % 32, copied = 0;
-    if (reserves<S>(a) && holds_reserved(a)) {
-        int least = widest<S>(a, f->tiles);
-        if (lane == 0)
-            f->tiles->least = least;
-        __syncwarp();
-        copied = min(a->stages, a->steps);
-        for (int step = 0; step < copied; step++)
-            advance(&slot, a->stages);
-    } else if (reserves<S>(a)) {
-        number = __shfl_sync(ALL_LANES, lane == 0 ? count_up(a->acquired) : 0, 0);
-    }
-    while (copied || number < f->tiles->end) {
-        place p = copied ? f->tiles->reserved : find_tile<S>(a, f->tiles, &search, number);
+    int number = (int)blockIdx.x, lane = threadIdx.x % 32;
+    while (number < f->tiles->end) {
+        place p = find_tile<S>(a, f->tiles, &search, number);
         int acquired = 0; /* arrives before the next tile's turn: nothing uses it earlier */
-        publish_tile(f->tiles, f->posted, &at, &p,
-                     max(width_of<S>(a, p.rows.rows), copied ? f->tiles->least : 0));
+        publish_tile(f->tiles, f->posted, &at, &p);
         if (lane == 0)
             acquired = count_up(a->acquired);
-        for (int step = copied; step < a->steps; step++) {
+        for (int step = 0; step < a->steps; step++) {
             mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
             if (lane == 0)
                 copy_units<S>(a, f, &p, step, &slot, policy);
             advance(&slot, a->stages);
         }
-        number = (reserves<S>(a) ? 0 : (int)gridDim.x) + __shfl_sync(ALL_LANES, acquired, 0);
-        copied = 0;
+        number = (int)gridDim.x + __shfl_sync(ALL_LANES, acquired, 0);
     }
     place none = {{0, 0, 0}, -1};
-    publish_tile(f->tiles, f->posted, &at, &none, 0);
+    publish_tile(f->tiles, f->posted, &at, &none);
 }
 
 template <class S>
@@ -452,22 +363,21 @@ static __device__ __forceinline__ void produce_rows(const gemm_args *a, const fe
 
 /* ---- producers: gathered rows ---- */
 
-/* Offsets in x of a tile's rows, in 16 bytes: rows lane, lane + 32 and so on. */
-template <class S> struct gathered_rows {
-    uint32_t offset[(S::tokens + 31) / 32];
-};
+/* Offsets in x of a tile's rows, in 16 bytes: rows lane and lane + 32. */
+typedef struct {
+    uint32_t offset[2];
+} gathered_rows;
 
 /* Returns the token of x that a gathered row is. */
 static __device__ __forceinline__ int token_of(const gemm_args *a, int row) {
     return a->slot[row] / a->top_k;
 }
 
-template <class S>
-static __device__ __forceinline__ gathered_rows<S> find_rows(const gemm_args *a, const place *p) {
-    gathered_rows<S> g;
-    int lane = threadIdx.x % 32, last = max(p->rows.rows - 1, 0);
+static __device__ __forceinline__ gathered_rows find_rows(const gemm_args *a, const place *p) {
+    gathered_rows g;
+    int lane = threadIdx.x % 32, last = p->rows.rows - 1;
 #pragma unroll
-    for (int i = 0; i < (S::tokens + 31) / 32; i++)
+    for (int i = 0; i < 2; i++)
         g.offset[i] =
             (uint32_t)(a->x_stride / 16) * token_of(a, p->rows.first + min(32 * i + lane, last));
     return g;
@@ -476,7 +386,7 @@ static __device__ __forceinline__ gathered_rows<S> find_rows(const gemm_args *a,
 /* Gathers a step's columns of rows 8 * i + own, 16 bytes of each 64 a lane. `to` is the place of
  * the first row. */
 template <class S>
-static __device__ __forceinline__ void gather_step(const gemm_args *a, const gathered_rows<S> *g,
+static __device__ __forceinline__ void gather_step(const gemm_args *a, const gathered_rows *g,
                                                    int rows, int own, int step, uint32_t to) {
     int column = step * (S::units * 128) + (int)threadIdx.x % 8 * 16;
     const uint8_t *from[S::units];
@@ -504,7 +414,7 @@ static __device__ __forceinline__ void gather(const gemm_args *a, const feed *f,
     uint32_t swizzled = f->x + own * 128 + (lane % 8 ^ own) * 16;
     pipeline_state slot = {0, 0};
     for_tiles(f->tiles, f->posted, [&](place p) {
-        gathered_rows<S> rows = find_rows<S>(a, &p);
+        gathered_rows rows = find_rows(a, &p);
         for (int step = 0; step < a->steps; step++) {
             mbarrier_wait(f->empty + 8u * slot.index, slot.parity ^ 1);
             gather_step<S>(a, &rows, p.rows.rows, own, step,
@@ -535,7 +445,7 @@ static __device__ __forceinline__ void let_products_see(const gemm_args *a, cons
 /* ---- producers and barriers ---- */
 
 template <class S> static __device__ __forceinline__ bool gathers(const gemm_args *a) {
-    return S::tokens <= 72 && S::use != OF_D && a->slot;
+    return S::tokens <= 64 && S::use != OF_D && a->slot;
 }
 
 /* Runs the producer warps. */
@@ -551,13 +461,12 @@ template <class S> static __device__ __forceinline__ void fill(const gemm_args *
         produce_rows<S>(a, f);
 }
 
-/* Initializes the barriers of stages, gathered rows and published tiles, starts to copy a reserved
- * tile, and notes the tiles. All threads call, first of all. */
+/* Initializes the barriers of stages, gathered rows and published tiles, and notes the tiles. All
+ * threads call, first of all. */
 template <class S>
 static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f) {
     int readers = S::warpgroups * 4 + (gathers<S>(a) ? COPIERS + 1 : 1); /* readers of tiles */
-    if (threadIdx.x == S::warpgroups * 128) {
-        prefetch_map(f->units);
+    if (threadIdx.x == 0) {
         for (int i = 0; i < a->stages; i++) {
             mbarrier_init(f->full + 8u * i, 2); /* arrivals for weights and for rows */
             mbarrier_init(f->empty + 8u * i, S::warpgroups * 4 * WARP_ARRIVALS);
@@ -568,18 +477,11 @@ static __device__ __forceinline__ void set_up(const gemm_args *a, const feed *f)
             mbarrier_init(f->posted + 8u * (SCHEDULER_STAGES + i), readers * WARP_ARRIVALS);
         }
         mbarrier_init_fence();
+        prefetch_map(f->units);
         prefetch_map(f->rows);
-        if (reserves<S>(a)) {
-            f->tiles->reserved = reserved_place(a);
-            f->tiles->end = 0;
-            if (holds_reserved(a))
-                copy_reserved<S>(a, f);
-        }
     }
     if (threadIdx.x / 32 == 2)
         touch_parameter(*a);
-    if (reserves<S>(a))
-        __syncthreads();
     if (!a->early)
         wait_for_predecessor();
     note_widths<S>(a, f->tiles);
@@ -664,9 +566,6 @@ load_piece(const unit_reader *t, const pipeline_state *slot, uint32_t scales, in
     if constexpr (S::depth == 4) {
         *(uint4 *)p.word = load_shared(from);
         *(uint4 *)p.scale = load_shared(scales);
-    } else if constexpr (S::depth == 1) {
-        p.word[0] = load_shared_word(from);
-        p.scale[0] = load_shared_word(scales);
     } else {
         *(uint2 *)p.word = load_shared_pair(from);
         *(uint2 *)p.scale = load_shared_pair(scales);
@@ -776,18 +675,10 @@ template <class S>
 static __device__ __forceinline__ void make_tiles(const gemm_args *a, const unit_reader *t,
                                                   pipeline_state *slot, int group,
                                                   unit_consumer *path) {
-    for_tiles_of_width<S>(&path->tiles, [&](place p) {
+    for_tiles_of_width<S>(a, &path->tiles, [&](place p) {
         float sum[S::waves][S::T / 2] = {};
-        terms e[2];
-        auto find = [&] {
-            e[0] = find_terms<S>(a, &p, group, 0);
-            e[1] = find_terms<S>(a, &p, group, S::waves - 1);
-        };
-        if constexpr (!S::late_terms)
-            find();
+        terms e[2] = {find_terms<S>(a, &p, group, 0), find_terms<S>(a, &p, group, S::waves - 1)};
         multiply<S>(t, a->steps, slot, sum);
-        if constexpr (S::late_terms)
-            find();
         complete(&e[0]);
         complete(&e[1]);
         if constexpr (S::use != OF_D)
@@ -824,8 +715,6 @@ static __device__ __forceinline__ void consume(const gemm_args *a, const unit_re
         make_tiles<typename S::template of_width<64>>(a, t, &slot, group, &path);
         make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &path);
     } else {
-        if constexpr (S::tokens > 64)
-            make_tiles<typename S::template of_width<64>>(a, t, &slot, group, &path);
         if constexpr (S::tokens > 32) {
             make_tiles<typename S::template of_width<48>>(a, t, &slot, group, &path);
             make_tiles<typename S::template of_width<32>>(a, t, &slot, group, &path);
@@ -894,8 +783,6 @@ static unit_variant variant_of_tile(int rows, bool deep) {
         return variant_of<unit_shape<TYPE, USE, 64, 64, 2>>();
     if (rows == 64)
         return variant_of<unit_shape<TYPE, USE, 64, 64, 2, 2>>();
-    if (rows == 72)
-        return variant_of<unit_shape<TYPE, USE, 72, 72, 2, 2>>();
     if (rows == 128)
         return variant_of<unit_shape<TYPE, USE, 128, 128, 2>>();
     return variant_of<unit_shape<TYPE, USE, 288, 288>>();
@@ -918,19 +805,6 @@ static int set_stages(gemm_args *a, const unit_variant *v, int limit) {
     return a->stages * v->stage + v->room;
 }
 
-#define SURELY 8 /* slots an expert on average with which hardly any expert has none */
-
-/* Returns the experts whose first tiles are reserved: as many as blocks have tiles of at first, if
- * most experts have rows. */
-static int reserved_experts(const moe::expert_product *p, const gemm_args *a) {
-    const moq_moe_spec *spec = p->call->spec;
-    int64_t experts = p->spec->target.sm_count / a->row_tiles;
-    bool all_have = p->call->tokens * spec->top_k >= SURELY * (int64_t)spec->global_experts;
-    if (!p->gathered || !all_have || p->tiles > 32 * NOTED_WORDS)
-        return 0;
-    return (int)(experts < spec->experts ? experts : spec->experts);
-}
-
 moq_status multiply_nvfp4(const moe::expert_product *p, moq_err *err) {
     const moq_linear_spec *spec = p->spec;
     unit_variant v =
@@ -943,7 +817,6 @@ moq_status multiply_nvfp4(const moe::expert_product *p, moq_err *err) {
     MOQ_TRY(find_shared_limit(p, &limit, err));
     gemm_args a = args_of(p, (blocks + v.units - 1) / v.units, slabs, v.box_slabs / WAVE_SLABS);
     int shared = set_stages(&a, &v, limit);
-    a.reserved = reserved_experts(p, &a);
     MOQ_TRY(moq_tensor_map_words(&weights, p->weight->weight, p->call->spec->experts * slabs,
                                  blocks * UNIT_WORDS, v.box_slabs, v.box_units * UNIT_WORDS, err));
     rows = of_d[0] = of_d[1] = weights; /* unused if rows are gathered, and if g is made */

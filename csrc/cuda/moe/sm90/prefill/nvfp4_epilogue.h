@@ -126,38 +126,6 @@ static __device__ __forceinline__ void write_own_g(const gemm_args *a, const pla
     }
 }
 
-/* Stores a warpgroup's columns of g from `column` on from its registers, like store_rounded_d. The
- * sums are overwritten. */
-template <class S, kind_of_code KIND>
-static __device__ __forceinline__ void store_own_g(const gemm_args *a, const place *p, int column,
-                                                   const terms *of_gate, const terms *of_up,
-                                                   float (&gate)[S::T / 2], float (&up)[S::T / 2]) {
-    int lane = threadIdx.x % 32, end = S::gated ? a->half : a->n;
-    int n = column + threadIdx.x / 32 % 4 * 16 + lane % 4 * 2;
-    int left = __shfl_sync(0xffffffffu, p->rows.rows, 0); /* uniform */
-    uint16_t *to = (uint16_t *)a->out.data + (p->rows.first + lane / 4) * a->out.stride + n;
-#pragma unroll 1
-    for (; left > 0; left -= S::at_once) {
-#pragma unroll
-        for (int j = 0; j < S::at_once / 8; j++, to += 8 * a->out.stride) {
-            float z[4], u[4];
-            uint32_t word[2];
-            finish_four(gate + 4 * j, of_gate, z);
-            finish_four(up + 4 * j, of_up, u);
-            make_g<S, KIND>(a, z, u, word);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                word[i] = turn_matrix(word[i]);
-                if (lane / 4 + 8 * j < left && n + 8 * i < end)
-                    *(uint32_t *)(to + 8 * i) = word[i];
-            }
-        }
-        move_down<S::at_once / 2>(gate);
-        if (S::gated)
-            move_down<S::at_once / 2>(up);
-    }
-}
-
 /* Writes columns of g if two warps have gate and two up: each pair hands the other its sums of
  * eight rows of sixteen, and makes g of the other eight. */
 template <class S, kind_of_code KIND>
@@ -214,13 +182,11 @@ write_waves_of_g(const gemm_args *a, const place *p, uint32_t room, const terms 
     int column = column_of_wave<S>(p, group, 0);
     if constexpr (S::mixed)
         write_mixed_g<S, KIND>(a, p, room, group, column, &e[0], sum[0]);
-    else if constexpr (S::from_registers)
-        store_own_g<S, KIND>(a, p, column, &e[0], &e[S::gated], sum[0], sum[S::gated]);
     else
         write_own_g<S, KIND>(a, p, room, group, column, &e[0], &e[S::gated], sum[0], sum[S::gated]);
     if constexpr (!S::gated && LAST > 0)
-        store_own_g<S, KIND>(a, p, column_of_wave<S>(p, group, LAST), &e[LAST], &e[LAST], sum[LAST],
-                             sum[LAST]);
+        write_own_g<S, KIND>(a, p, room, group, column_of_wave<S>(p, group, LAST), &e[LAST],
+                             &e[LAST], sum[LAST], sum[LAST]);
 }
 
 /* Writes a warpgroup's columns of g for any activation. */
