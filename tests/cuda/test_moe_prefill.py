@@ -117,7 +117,7 @@ def test_sums_that_fp8_cores_cut(rng, monkeypatch, algo, kernel, config):
 @pytest.mark.parametrize("algo, kernel, config", CONFIGS)
 def test_rows_of_every_width(rng, monkeypatch, algo, kernel, config, activation, gated):
     """Experts with every number of rows around the widths of products, and around one and two tiles."""
-    edges = (8, 16, 32, 48, 64, 80, 96, 112, 128, 136, 160, 192, 256, 272, 288, 576)
+    edges = (8, 16, 32, 48, 64, 72, 80, 96, 112, 128, 136, 160, 192, 256, 272, 288, 576)
     counts = sorted({count for edge in edges for count in (edge - 1, edge, edge + 1)} | {0, 1, 300})
     options = {"top_k": 1, "activation": activation, "gated": gated}
     method = layer_of(monkeypatch, kernel, algo, len(counts), 128, 64, **options)

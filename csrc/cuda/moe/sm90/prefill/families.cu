@@ -69,12 +69,17 @@ static moe::row_tiling nvfp4_tiling_of(const moq_moe_call *call, double) {
             false};
 }
 
+/* True if a slot's weight or expert changes its x. */
+static bool nvfp4_has_own_x(const moq_moe_call *call) {
+    return call->weights_on_input || call->w13.pre_quant_scale;
+}
+
 /* Loads x. Small tiles gather their rows; large ones would wait for them
  * (docs/lab/experts-prefill.md). */
 static moq_status nvfp4_load_x(const moe::slot_chunk *chunk, moe::expert_product *p,
                                moe::expert_rows *x, moq_err *err) {
     const moq_moe_call *call = chunk->call;
-    if (call->weights_on_input || call->w13.pre_quant_scale)
+    if (nvfp4_has_own_x(call))
         return moe::make_rows_of_x(chunk, p->groups, x, err);
     if (chunk->tile_rows > 64) {
         p->early = true;
@@ -116,6 +121,7 @@ static moe::row_tiling folded_tiling_of(const moq_moe_call *call, double) {
 
 static moq_status folded_load_x(const moe::slot_chunk *chunk, moe::expert_product *p,
                                 moe::expert_rows *x, moq_err *err) {
+    p->early = !nvfp4_has_own_x(chunk->call);
     return make_paired_rows_of_x(chunk, p->groups, x, err);
 }
 

@@ -10,7 +10,7 @@
  * so that the last round has as long as any (moe/sm90/prefill/nvfp4.cu). */
 static const struct {
     int rows, height, columns;
-} SHAPES[] = {{64, 512, 128}, {128, 256, 64}, {288, 128, 64}, {64, 256, 128}, {32, 256, 256}};
+} SHAPES[] = {{64, 512, 128}, {128, 256, 128}, {288, 128, 64}, {64, 256, 128}, {32, 256, 256}};
 
 enum { CONFIG_COUNT = sizeof SHAPES / sizeof *SHAPES, DEEP = 3 };
 _Static_assert(CONFIG_COUNT <= MOQ_TILING_ROWS, "a config tells every shape of tiles");

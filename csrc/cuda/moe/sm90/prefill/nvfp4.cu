@@ -8,7 +8,7 @@
  * rows by up to 32, 64 or 128, or 128 by up to 288. Each of four warpgroups multiplies two waves of
  * 64 rows or one, each of two warpgroups one. In the first product half of these are rows of gate
  * and half are the rows of up beside them: a wave of each, or, of one wave, 32 rows of each. A step
- * is 64 columns, a unit of each slab and 128 bytes of each row; in tiles of up to 64 rows it is
+ * is 64 columns, a unit of each slab and 128 bytes of each row; in tiles of up to 128 rows it is
  * twice or four times as much, as the cost of a step beside its products stays the same. Tiles of
  * 256 rows of W have half the columns of those of 512 to be scheduled.
  *
@@ -75,14 +75,14 @@ struct unit_shape {
     static constexpr int first_tokens = N == 80 ? 48 : N == 112 ? 64 : N == 288 ? 144 : N;
     /* Groups of 16 columns whose operands are in registers at a time, double-buffered: fewer if
      * sums leave less room. */
-    static constexpr int depth = own_units == 1 || (waves == 2 && N == 64) ? 2 : 4;
+    static constexpr int depth = own_units == 1 || N > 64 || (waves == 2 && N == 64) ? 2 : 4;
     /* Bytes of scales that a warp makes for its lanes in a step: [unit][row g][group, rows g and g
      * + 8]. */
     static constexpr int scales = own_units * 128;
     static constexpr int at_once = large ? 32 : 16; /* rows of an epilogue step */
     /* Bytes of staged outputs of a warpgroup: a row of g and all rows, with sums that warps of gate
      * and of up hand each other; pieces of d, unless it is stored from registers. */
-    static constexpr bool from_registers = MOST <= 64;
+    static constexpr bool from_registers = MOST <= 128;
     static constexpr bool rounds_d = TYPE == MOQ_NVFP4_BF16;
     static constexpr int row_bytes = columns_of_wave * 2;
     static constexpr int piece_bytes = at_once * (rounds_d ? 128 : 256);
@@ -784,7 +784,7 @@ static unit_variant variant_of_tile(int rows, bool deep) {
     if (rows == 64)
         return variant_of<unit_shape<TYPE, USE, 64, 64, 2, 2>>();
     if (rows == 128)
-        return variant_of<unit_shape<TYPE, USE, 128, 128>>();
+        return variant_of<unit_shape<TYPE, USE, 128, 128, 2>>();
     return variant_of<unit_shape<TYPE, USE, 288, 288>>();
 }
 

@@ -237,7 +237,8 @@ static __device__ __forceinline__ void fold_weights(const gemm_args *a, const fo
     uint32_t out = place_of_unit(operands, slab, unit);
     uint32_t folds_at = packed + PACKED_FOLDS + slab * 64;
     pipeline_state slot = {0, 0};
-    wait_for_predecessor();
+    if (!a->early)
+        wait_for_predecessor();
     for (tile_queue q = folded_queue(a); q.number < q.end; q.number += q.stride) {
         uint32_t folds[2] = {0, 0};
 #pragma unroll 1

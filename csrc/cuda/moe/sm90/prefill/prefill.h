@@ -25,7 +25,8 @@ moq_status make_codes_of_g(const moe::slot_chunk *chunk, const moe::slot_groups 
 
 /* Make rows like make_rows_of_x and make_rows_of_g, for ROWS_TOKEN of 16-bit values or codes of x,
  * K a multiple of 16, in the order of moq_cuda_quantize.paired. The rows of an expert follow those
- * before without a gap. */
+ * before without a gap. The next kernel may read the groups before it waits, but not if router
+ * weights or factors change x. */
 moq_status make_paired_rows_of_x(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
                                  const moe::expert_rows *rows, moq_err *err);
 moq_status make_paired_rows_of_g(const moe::slot_chunk *chunk, const moe::slot_groups *groups,
