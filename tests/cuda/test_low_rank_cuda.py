@@ -56,6 +56,8 @@ def test_matches_reference(
     bias = rng.standard_normal(sum(case.out_partitions)).astype(np.float32)
     for tokens in TOKENS[kernel]:
         x = random_x(rng, (tokens, case.in_features), dtype)
+        if dtype == "float16":  # which outputs of 4096 columns may leave
+            x /= np.float16(8)
         given = bias if tokens % 2 else None
         y = layer(x, bias=None if given is None else to_cuda(given))
         assert_close(to_numpy(y), case.expected(reference.as_float32(x), bias=given, x_dtype=dtype), dtype)
