@@ -1,0 +1,115 @@
+"""Builds a wheel for every Linux of an architecture, by the tag manylinux_2_28, and checks it.
+
+x86-64: the objects are those of any build, by the host compiler and nvcc. aarch64: C by `zig cc`, no CUDA.
+Both are linked by `zig cc` against the symbols of glibc 2.28, whatever glibc this machine has. Its own
+run-time library is left out: memcpy and functions of libm are those of the machine that runs the wheel.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+GLIBC = "2.28"
+ZIG = [sys.executable, "-m", "ziglang", "cc"]
+# auditwheel takes a tag only of the machine that it believes it runs on.
+AUDITWHEEL = """
+import platform, sys
+arch = sys.argv.pop(1)
+platform.machine = lambda: arch
+from auditwheel.main import main
+sys.exit(main())
+"""
+PLUGINS = "[sglang.srt.plugins]", "[vllm.general_plugins]", "[console_scripts]"
+
+
+def run(command, **options):
+    """Runs a command in the root of the checkout; its failure ends this program."""
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, check=False, **options)
+    if done.returncode:
+        sys.exit(f"failed: {shlex.join(str(part) for part in command)}")
+    return done.stdout
+
+
+def file_of(compiler, name):
+    """Where the host compiler has one of its archives."""
+    return run([compiler, f"-print-file-name={name}"], stdout=subprocess.PIPE, text=True).strip()
+
+
+def environment(arch):
+    """The variables that make setup.py compile and link for `arch`."""
+    zig = [*ZIG, "-target", f"{arch}-linux-gnu.{GLIBC}"]
+    archives = []
+    if arch == "x86_64":
+        # What gcc adds to every link: of glibc what is never in a shared library (pthread_atfork), and how
+        # __builtin_cpu_supports asks.
+        compiler = os.environ.get("CC", "cc")
+        archives = [file_of(compiler, name) for name in ("libc_nonshared.a", "libgcc.a")]
+        variables = {}
+    else:
+        variables = {"CC": shlex.join(zig), "MOQEXT_CUDA": "0", "_PYTHON_HOST_PLATFORM": f"linux-{arch}"}
+    link = [*zig, "-shared", "-nostdlib", "-s", *archives, "-lc", "-lm"]
+    caches = {name: str(ROOT / "build" / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
+    return os.environ | variables | {"LDSHARED": shlex.join(link)} | caches
+
+
+def build(arch):
+    """Builds the wheel as setuptools names it, and gives its path."""
+    place = ROOT / "build" / f"wheel-{arch}"
+    for stale in (place, *ROOT.glob("build/lib*"), *ROOT.glob("build/bdist*")):
+        shutil.rmtree(stale, ignore_errors=True)
+    variables = environment(arch)
+    run([sys.executable, "setup.py", "-q", "build_ext"], env=variables)  # shows each file, as pip does not
+    options = ["-q", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", place, "."], env=variables)
+    return next(place.glob("*.whl"))
+
+
+def check(wheel):
+    """Ends with a message where the wheel lacks what it has to have; prints what it has."""
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = {info.filename: info.file_size for info in archive.infolist()}
+        entries = archive.read(next(name for name in sizes if name.endswith("/entry_points.txt"))).decode()
+        library = archive.read("moqext/_C.abi3.so")
+    missing = {"moqext/py.typed", "moqext/_C.pyi", "moqext/__init__.py"} - sizes.keys()
+    missing |= {head for head in PLUGINS if head not in entries}
+    if missing:
+        sys.exit(f"{wheel.name} lacks {', '.join(sorted(missing))}")
+    if b".debug_info" in library or b".symtab" in library:
+        sys.exit(f"{wheel.name}: its library still has symbols")
+    packages = {}  # bytes, the library apart
+    for name, size in sizes.items():
+        package = name if name.endswith(".so") else name.split("/")[0]
+        packages[package] = packages.get(package, 0) + size
+    for package, size in sorted(packages.items()):
+        print(f"{size / 1e6:8.2f} MB  {package}")
+    print(f"{wheel.stat().st_size / 1e6:8.2f} MB  {wheel.relative_to(ROOT)}")
+
+
+def main():
+    """Builds, verifies the tag, lists the contents."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("arch", choices=["x86_64", "aarch64"])
+    arch = parser.parse_args().arch
+    built = build(arch)
+    tag = f"manylinux_{GLIBC.replace('.', '_')}_{arch}"
+    out = ROOT / "dist"
+    for old in out.glob(f"moqext-*_{arch}.whl"):
+        old.unlink()
+    auditwheel = [sys.executable, "-c", AUDITWHEEL, arch]
+    run([*auditwheel, "show", built])
+    run([*auditwheel, "repair", "--only-plat", "--plat", tag, "--wheel-dir", out, built])
+    wheel = next(out.glob(f"moqext-*_{arch}.whl"))
+    if not re.fullmatch(rf"moqext-[\d.]+-cp311-abi3-{tag}\.whl", wheel.name):
+        sys.exit(f"{wheel.name}: the tag is not cp311-abi3-{tag}")
+    check(wheel)
+
+
+if __name__ == "__main__":
+    main()
