@@ -8,7 +8,7 @@
 #   make cuda-archs   compiles CUDA for every architecture (half an hour on two cores), installs nothing
 #   make wheel        dist/: a wheel for x86-64 with glibc 2.28 or later, with CUDA where nvcc is found (MOQEXT_CUDA_ARCHS,
 #                     without it every architecture), checked by auditwheel and installed; downloads zig
-#   make wheel-aarch64  the same for aarch64, without CUDA, cross-compiled by zig
+#   make wheel-aarch64  the same for aarch64, cross-compiled: C by zig, CUDA where nvcc and aarch64-linux-gnu-g++ are found
 #   make release      checks that version, CHANGELOG, tag and the wheels of dist/ are of this commit; uploads nothing
 #   make oldest       tests of what the oldest NumPy that is supported can break
 #   make frameworks   tests with PyTorch and Transformers, and every snippet that needs them (downloads both)
@@ -58,7 +58,7 @@ test: .venv/.installed-test
 cuda-archs: .venv/.installed
 	MOQEXT_CUDA=1 MOQEXT_CUDA_ARCHS=all .venv/bin/python setup.py -q build_ext
 
-wheel: export MOQEXT_CUDA_ARCHS := $(or $(MOQEXT_CUDA_ARCHS),all)
+wheel wheel-aarch64: export MOQEXT_CUDA_ARCHS := $(or $(MOQEXT_CUDA_ARCHS),all)
 wheel: export MOQEXT_WERROR := $(or $(MOQEXT_WERROR),1)
 wheel: .venv-wheel/.installed
 	.venv-wheel/bin/python release/wheel.py x86_64

@@ -51,7 +51,7 @@ def of_wheels(version):
             yield f"dist/{name}: its metadata tell another version"
         if commit not in library:
             yield f"dist/{name} was not built from this commit"
-        if name.endswith("x86_64.whl") and archs not in library:
+        if archs not in library:
             yield f"dist/{name} has not CUDA for every architecture"
 
 

@@ -1,13 +1,15 @@
 """Builds a wheel for every Linux of an architecture, by the tag manylinux_2_28, and checks it.
 
-x86-64: the objects are those of any build, by the host compiler and nvcc. aarch64: C by `zig cc`, no CUDA.
-Both are linked by `zig cc` against the symbols of glibc 2.28, whatever glibc this machine has. Its own
-run-time library is left out: memcpy and functions of libm are those of the machine that runs the wheel.
+For this machine's architecture the objects are those of any build, by the host compiler and nvcc. For the
+other one `zig cc` compiles C, and nvcc with that architecture's g++ CUDA C, where both are found. Either is
+linked by `zig cc` against the symbols of glibc 2.28, whatever glibc this machine has. Its own run-time
+library is left out: memcpy and functions of libm are those of the machine that runs the wheel.
 """
 
 import argparse
 import io
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -41,23 +43,49 @@ def run(command, **options):
 
 
 def file_of(compiler, name):
-    """Where the host compiler has one of its archives."""
+    """Where a compiler has one of its archives."""
     return run([compiler, f"-print-file-name={name}"], stdout=subprocess.PIPE, text=True).strip()
+
+
+def cudart(nvcc, arch):
+    """The directory of libcudart_static.a for another architecture, of pip's package for this nvcc."""
+    place = ROOT / "build" / f"cudart-{arch}"
+    text = run([nvcc, "--version"], stdout=subprocess.PIPE, text=True)
+    package = f"nvidia-cuda-runtime=={re.search(r'release ([0-9.]+)', text)[1]}.*"
+    shutil.rmtree(place, ignore_errors=True)
+    options = ["-q", "--no-deps", "--only-binary=:all:", "--platform", f"manylinux2014_{arch}"]
+    run([sys.executable, "-m", "pip", "download", *options, "--dest", place, package])
+    with zipfile.ZipFile(next(place.glob("*.whl"))) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith("/libcudart_static.a"))
+        return Path(wheel.extract(name, place)).parent
+
+
+def cross(arch, zig):
+    """(variables, options of the linker) that make setup.py compile for another architecture."""
+    variables = {"CC": shlex.join(zig), "_PYTHON_HOST_PLATFORM": f"linux-{arch}"}
+    home = os.environ.get("MOQEXT_CUDA_HOME")
+    nvcc = shutil.which(Path(home, "bin", "nvcc") if home else "nvcc")
+    compiler = shutil.which(f"{arch}-linux-gnu-g++")
+    wish = os.environ.get("MOQEXT_CUDA") or "auto"
+    if wish == "0" or not (nvcc and compiler):
+        if wish == "1":
+            sys.exit(f"MOQEXT_CUDA=1, but CUDA for {arch} needs nvcc and {arch}-linux-gnu-g++")
+        return variables | {"MOQEXT_CUDA": "0"}, []
+    variables |= {"MOQEXT_CUDA": "1", "NVCC_CCBIN": compiler}
+    return variables, [f"-L{cudart(nvcc, arch)}", file_of(compiler, "libgcc.a")]
 
 
 def environment(arch):
     """The variables that make setup.py compile and link for `arch`."""
     zig = [*ZIG, "-target", f"{arch}-linux-gnu.{GLIBC}"]
-    archives = []
-    if arch == "x86_64":
+    if arch == platform.machine():
         # What gcc adds to every link: of glibc what is never in a shared library (pthread_atfork), and how
         # __builtin_cpu_supports asks.
         compiler = os.environ.get("CC", "cc")
-        archives = [file_of(compiler, name) for name in ("libc_nonshared.a", "libgcc.a")]
-        variables = {}
+        variables, options = {}, [file_of(compiler, name) for name in ("libc_nonshared.a", "libgcc.a")]
     else:
-        variables = {"CC": shlex.join(zig), "MOQEXT_CUDA": "0", "_PYTHON_HOST_PLATFORM": f"linux-{arch}"}
-    link = [*zig, "-shared", "-nostdlib", "-s", *archives, "-lc", "-lm"]
+        variables, options = cross(arch, zig)
+    link = [*zig, "-shared", "-nostdlib", "-s", *options, "-lc", "-lm"]
     caches = {name: str(ROOT / "build" / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
     return os.environ | variables | {"LDSHARED": shlex.join(link)} | caches
 

@@ -116,5 +116,6 @@ def test_wheels_of_another_version_are_refused(repository):
 def test_a_wheel_without_every_architecture_is_refused(repository):
     repository.wheels(archs="90a")
     assert repository.check() == [
-        "dist/moqext-1.2.0-cp311-abi3-manylinux_2_28_x86_64.whl has not CUDA for every architecture"
+        "dist/moqext-1.2.0-cp311-abi3-manylinux_2_28_aarch64.whl has not CUDA for every architecture",
+        "dist/moqext-1.2.0-cp311-abi3-manylinux_2_28_x86_64.whl has not CUDA for every architecture",
     ]
