@@ -2,7 +2,7 @@
 
 For this machine's architecture the objects are those of any build, by the host compiler and nvcc. For the
 other one `zig cc` compiles C, and nvcc with that architecture's g++ CUDA C, where both are found. Either is
-linked by `zig cc` against the symbols of glibc 2.28, whatever glibc this machine has. Its own run-time
+linked by `zig cc` against the symbols of glibc 2.28, where this machine has a later one. zig's own run-time
 library is left out: memcpy and functions of libm are those of the machine that runs the wheel.
 """
 
