@@ -6,6 +6,10 @@
 # For development:
 #   make lint         formatting, static checks, a build in which warnings are errors
 #   make cuda-archs   compiles CUDA for every architecture (half an hour on two cores), installs nothing
+#   make wheel        dist/: a wheel for x86-64 with glibc 2.28 or later, with CUDA where nvcc is found (MOQEXT_CUDA_ARCHS,
+#                     without it every architecture), checked by auditwheel and installed; downloads zig
+#   make wheel-aarch64  the same for aarch64, cross-compiled: C by zig, CUDA where nvcc and aarch64-linux-gnu-g++ are found
+#   make release      checks that version, CHANGELOG, tag and the wheels of dist/ are of this commit; uploads nothing
 #   make oldest       tests of what the oldest NumPy that is supported can break
 #   make frameworks   tests with PyTorch and Transformers, and every snippet that needs them (downloads both)
 #   make sglang       tests of moqext_sglang with SGLang's own classes and engine (downloads SGLang without its kernels)
@@ -40,7 +44,7 @@ SOURCES  := setup.py pyproject.toml MANIFEST.in README.md $(shell find csrc moqe
               -not -name '*.so' -not -name '*.pyc')
 C_FILES   = $(shell find csrc tests -name third_party -prune -o -name '*.[ch]' -print -o -name '*.cu' -print -o -name '*.cuh' -print)
 
-.PHONY: demo test cuda-archs oldest frameworks sglang vllm lint format sanitize sanitize-cuda fuzz checkpoints producers \
+.PHONY: demo test cuda-archs wheel wheel-aarch64 release oldest frameworks sglang vllm lint format sanitize sanitize-cuda fuzz checkpoints producers \
         packages clean
 .DELETE_ON_ERROR:
 
@@ -53,6 +57,18 @@ test: .venv/.installed-test
 # What a wheel has; needs nvcc.
 cuda-archs: .venv/.installed
 	MOQEXT_CUDA=1 MOQEXT_CUDA_ARCHS=all .venv/bin/python setup.py -q build_ext
+
+wheel wheel-aarch64: export MOQEXT_CUDA_ARCHS := $(or $(MOQEXT_CUDA_ARCHS),all)
+wheel: export MOQEXT_WERROR := $(or $(MOQEXT_WERROR),1)
+wheel: .venv-wheel/.installed
+	.venv-wheel/bin/python release/wheel.py x86_64
+	.venv-wheel/bin/pytest -q -m 'slow or not slow' tests/test_wheel.py $(PYTEST)
+
+wheel-aarch64: .venv-wheel/.installed
+	.venv-wheel/bin/python release/wheel.py aarch64
+
+release:
+	$(PYTHON) release/check.py
 
 # What another NumPy can break: arrays in and out, the reference, files, and the import itself.
 OF_NUMPY := $(addprefix tests/,binding ops reference core/test_formats.py cpu/test_interrupt.py test_checkpoint.py \
@@ -121,7 +137,8 @@ clean:
 # Packages of an environment are installed again when this file or pyproject.toml changes, moqext when sources do.
 HASH := $(shell cat pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
 PIP   = python -m pip install -q --disable-pip-version-check
-ENVIRONMENTS := .venv .venv-oldest .venv-lint .venv-frameworks .venv-sglang .venv-vllm .venv-sanitize .venv-checkpoints .venv-producers
+ENVIRONMENTS := .venv .venv-oldest .venv-lint .venv-frameworks .venv-sglang .venv-vllm .venv-sanitize .venv-checkpoints .venv-producers \
+                .venv-wheel
 
 $(ENVIRONMENTS:=/.made-$(HASH)):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -197,6 +214,11 @@ $(WERROR): export MOQEXT_WERROR := $(or $(MOQEXT_WERROR),1)
 .venv-frameworks/.installed: export MOQEXT_CUDA = 0
 .venv-frameworks/.installed: .venv-frameworks/.needs-$(HASH) $(SOURCES)
 	$(call install,.venv-frameworks,)
+	touch $@
+
+# What builds and checks wheels; moqext itself is not in it.
+.venv-wheel/.installed: .venv-wheel/.made-$(HASH)
+	$(call needs,.venv-wheel,wheel)
 	touch $@
 
 # SGLang without what needs a GPU: what its classes import, and no kernel libraries, which the tests stand in for.

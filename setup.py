@@ -474,7 +474,7 @@ def extension():
         "-fno-math-errno",
         *WARNINGS,
     ]
-    link_args = ["-Wl,--exclude-libs,ALL"]
+    link_args = ["-Wl,--version-script=csrc/exports.map"]
     if flag("MOQEXT_WERROR"):
         compile_args.append("-Werror")
     if flag("MOQEXT_SANITIZE"):
@@ -486,7 +486,7 @@ def extension():
         compile_args += ["-O1", "-g1", "-DMOQ_CHECKED", *sanitize]  # reports name lines, no variables
         link_args += sanitize
     sources = [path for floor in FLOORS for path in sorted(Path("csrc", floor).rglob("*.c"))]
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if not sysconfig.get_platform().endswith("-x86_64"):  # what is built for, which may be another machine
         sources = [path for path in sources if not path.stem.endswith(X86_ENDS)]
     return Extension(
         "moqext._C",

@@ -9,7 +9,7 @@
 /* +0 where a scale is 0, whatever the value. */
 static inline double scaled(float value, float a, float b) {
     double product = (double)value * (double)a * (double)b;
-    return (a == 0.0f) | (b == 0.0f) ? 0.0 : product;
+    return ((a == 0.0f) | (b == 0.0f)) ? 0.0 : product;
 }
 
 /* Converts to float32 with the last bit set where anything was cut off ("round to odd"), so that
