@@ -75,7 +75,8 @@ static moq_status apply_compute(moq_weight *weight, moq_err *err) {
     if (weight->checkpoint != MOQ_WEIGHT_E2M1 && !folds)
         return moq_fail(err, MOQ_ERR_UNSUPPORTED,
                         "compute \"%s\" is for NVFP4 weights; %s runs with compute \"exact\"%s",
-                        moq_compute_name(weight->compute), weight->algo, is_mx ? " or \"fp8\"" : "");
+                        moq_compute_name(weight->compute), weight->algo,
+                        is_mx ? " or \"fp8\"" : "");
     if (weight->compute == MOQ_COMPUTE_FP8) {
         if (!packs)
             weight->weight = MOQ_WEIGHT_E4M3_ROW;
