@@ -8,7 +8,23 @@ from moqext import _C
 _NO_DEVICE = "--device {}: no such CUDA device: {}"
 
 
-def device(text: str) -> str:
+def add_device(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds the option.
+
+    Args:
+        parser: of a command.
+        default: where its layers run without it, "cpu" or "auto".
+    """
+    cpu, auto = (f'"{name}"' + (" (default)" if name == default else "") for name in ("cpu", "auto"))
+    parser.add_argument(
+        "--device",
+        type=_device,
+        default=default,
+        help=f'{cpu}, "cuda[:N]", or {auto}: the first CUDA device, the CPU where there is none',
+    )
+
+
+def _device(text: str) -> str:
     """The argument, where it is one that a device may have."""
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
         raise argparse.ArgumentTypeError(f'expected "cpu", "cuda:N" or "auto", got {text!r}')

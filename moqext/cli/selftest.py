@@ -14,7 +14,7 @@ from typing import Any
 
 from moqext import _C
 from moqext.cli import text
-from moqext.cli.device import choose_device, device
+from moqext.cli.device import add_device, choose_device
 from moqext.cli.info import version
 from moqext.cli.progress import Progress
 from moqext.environment import cpu_model, cuda_attributes
@@ -48,12 +48,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "CUDA device then times a few layers of models. Exit status: 0 nothing is wrong, 1 a kernel is "
         "wrong or none runs, 2 wrong arguments or no such device.",
     )
-    parser.add_argument(
-        "--device",
-        type=device,
-        default="auto",
-        help='"cpu", "cuda[:N]", or "auto" (default): the first CUDA device, the CPU where there is none',
-    )
+    add_device(parser, "auto")
     parser.add_argument(
         "--seconds",
         type=_seconds,

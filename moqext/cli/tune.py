@@ -10,7 +10,7 @@ import numpy as np
 
 from moqext.cli import add_checkpoint, open_checkpoint, text
 from moqext.cli.bench import tokens
-from moqext.cli.device import choose_device, device
+from moqext.cli.device import add_device, choose_device
 from moqext.cli.timed_layers import Row, TimedLayer, find_layers, time_layer
 from moqext.errors import CheckpointError
 from moqext.layers import tuning
@@ -46,12 +46,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="M,...",
         help=f"rows of activations ({','.join(map(str, TOKENS))}; on the CPU up to {MOST_ON_CPU})",
     )
-    parser.add_argument(
-        "--device",
-        type=device,
-        default="auto",
-        help='"cpu", "cuda[:N]", or "auto" (default): the first CUDA device, the CPU where there is none',
-    )
+    add_device(parser, "auto")
     parser.add_argument(
         "--dtype",
         default="bfloat16",

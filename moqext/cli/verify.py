@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from moqext.checkpoint import Checkpoint
 from moqext.cli import add_checkpoint, find, open_checkpoint, text
-from moqext.cli.device import choose_device, device
+from moqext.cli.device import add_device, choose_device
 from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.plain import plain_tensors
 from moqext.cli.progress import Progress
@@ -41,12 +41,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "that can be read, or nothing quantized in it that matches.",
     )
     add_checkpoint(parser)
-    parser.add_argument(
-        "--device",
-        type=device,
-        default="cpu",
-        help='"cpu" (default), "cuda[:N]", or "auto": the first CUDA device, the CPU where there is none',
-    )
+    add_device(parser, "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(LIMITS), help="of the activations")
     parser.add_argument(
         "--compute",
