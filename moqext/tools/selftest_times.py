@@ -12,6 +12,7 @@ import numpy as np
 
 from moqext import _C
 from moqext._C import UnsupportedQuantization
+from moqext.algorithms import ALGORITHMS
 from moqext.layers.linear import LinearMethod
 from moqext.layers.moe import MoEMethod
 from moqext.tools.bench import random_params
@@ -19,16 +20,11 @@ from moqext.tools.bench import random_params
 SHAPES = ((4096, 4096), (28672, 4096))
 """Rows and columns of linears."""
 
-LINEAR_LAYERS = (
-    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4,fp8"),
-    *("MXFP8", "W8A16", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ"),
-)
 LINEAR_TOKENS = (1, 16, 256)
 
 EXPERT_MODEL, EXPERT_SIZES, EXPERT_TOP_K = "Qwen3-30B-A3B", (128, 2048, 768), 8
 """Experts, hidden size and intermediate size of a model."""
 
-EXPERT_LAYERS = ("FP8", "NVFP4")
 EXPERT_TOKENS = (1, 64, 512)
 
 OTHER_SCALING = 8
@@ -114,11 +110,20 @@ def time_cells(
 
 
 def _layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Layers and their numbers of tokens, the most telling first."""
+    """Layers and their numbers of tokens, the most telling first.
+
+    Formats with the same codes, scales and activations have the same kernels: the first of them is timed.
+    """
+    kinds = {(facts.codes, facts.scales, facts.linear): name for name, facts in reversed(ALGORITHMS.items())}
+    linears = [name for name in ALGORITHMS if name in kinds.values() and ALGORITHMS[name].linear]
+    folded = [f"{name},fp8" for name in linears if ALGORITHMS[name].codes == "e2m1"][:1]
+    experts = [
+        next(name for name in linears if ALGORITHMS[name].codes == codes) for codes in ("e4m3", "e2m1")
+    ]
     for place, (rows, columns) in enumerate(SHAPES):
-        for layer in LINEAR_LAYERS:
+        for layer in [*linears, *folded]:
             yield layer, f"{rows}x{columns}", LINEAR_TOKENS
-        for layer in EXPERT_LAYERS if place == 0 else ():
+        for layer in experts if place == 0 else ():
             yield layer, EXPERT_MODEL, EXPERT_TOKENS
 
 
