@@ -324,7 +324,7 @@ def test_the_fit_reads_the_times_of_a_report(
     reports, fit = (importlib.import_module(f"benchmarks.{name}") for name in ("reports", "fit"))
     on_chip(chip)
     cells = list(selftest_times.time_cells("cuda:0", 1.0, lambda: 0.0))
-    assert len(cells) == 2 * 9 * 3 + 2 * 3
+    assert len(cells) == 2 * 10 * 3 + 2 * 3
     assert all(cell.seconds_of(cell.chosen) is not None for cell in cells)
     report = {
         "moqext_selftest": 1,
