@@ -59,7 +59,8 @@ static moq_status apply_compute(moq_weight *weight, moq_err *err) {
     bool packs = weight->checkpoint == MOQ_WEIGHT_E2M1 && weight->device.kind == MOQ_CUDA;
     if (packs && weight->compute != MOQ_COMPUTE_FP4)
         weight->weight = MOQ_WEIGHT_E2M1_PACKED;
-    /* No one copy of MXFP8 serves both, and FP8 products are faster for any number of tokens. */
+    /* No one copy of MXFP8 serves both; FP8 products are about as fast with few tokens, and faster
+     * with more (docs/numerics.md). */
     bool is_mx = weight->checkpoint == MOQ_WEIGHT_E4M3_GROUP;
     if (weight->compute == MOQ_COMPUTE_AUTO && is_mx && weight->device.kind == MOQ_CUDA)
         weight->compute = MOQ_COMPUTE_FP8;

@@ -421,7 +421,7 @@ def _dtype(turn: int, rng: np.random.Generator) -> DtypeName:
 
 
 def _group_size(kind: Kind, turn: int, rng: np.random.Generator) -> int | None:
-    """Other group sizes in some turns, where the algorithm has any."""
+    """Draws another group size in some turns, where the algorithm has any."""
     facts = ALGORITHMS[kind.quant_algo]
     sizes = facts.group_sizes or ((32, 64) if facts.codes == "int4" else ())
     return int(rng.choice(sizes)) if turn % 3 == 1 and sizes else None
