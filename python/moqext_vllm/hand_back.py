@@ -6,6 +6,7 @@ Engine by engine the first part is the same, and stands in `moqext_torch.steppin
 import functools
 from typing import Any
 
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
@@ -32,8 +33,17 @@ def reason_of_experts(moe: Any) -> Reason | None:
         return Reason("elastic expert parallelism needs vLLM's modular kernel", runs=False)
     if parallel.use_all2all_kernels or getattr(parallel, "use_passthrough_all2all", False):
         why = f"all2all_backend {parallel.all2all_backend} sends tokens through vLLM's modular kernel"
-        return Reason(why, runs=bool(getattr(parallel, "use_ag_rs_all2all_kernels", False)))
+        if not getattr(parallel, "use_ag_rs_all2all_kernels", False):
+            return Reason(why, runs=False)
+        if _masks_padding():
+            return Reason(f"{why}, and moqext runs them with VLLM_MOE_SKIP_PADDING=0 alone", runs=False)
+        return Reason(why, runs=True)
     return None
+
+
+def _masks_padding() -> bool:
+    """Whether vLLM's routing leaves rows of padding out: it looks for them among the tokens of one rank."""
+    return bool(getattr(envs, "VLLM_MOE_SKIP_PADDING", False)) and current_platform.is_cuda_alike()
 
 
 def explain(method: Any, prefix: str, why: str) -> Any:

@@ -266,6 +266,18 @@ def test_experts_that_want_the_modular_kernel_are_those_of_vllm(monkeypatch, abo
     assert found == (OUR_EXPERTS if ours else "ModelOptNvFp4FusedMoE")
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_gathered_tokens_are_not_routed_with_the_mask_of_one_rank(monkeypatch, skips):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setenv("MOQEXT_VLLM_FORCE", "1")
+    monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", str(int(skips)))
+    config, group = make_config("NVFP4"), experts(dp_size=2, use_ep=True)
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)
+    method = config.get_quant_method(group, EXPERTS)
+    assert (type(method).__name__ == OUR_EXPERTS) is not skips
+
+
 def test_elastic_experts_are_those_of_vllm(monkeypatch):
     from moqext_vllm import hand_back
 
