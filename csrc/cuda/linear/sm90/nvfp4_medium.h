@@ -445,9 +445,7 @@ static __device__ __forceinline__ void sort_tokens(const gemm_args *a, const pro
             S::copies::template sort<S>(a, p->pipeline + (uint32_t)(f.slot.index * S::stage),
                                         room + (uint32_t)(f.slot.index * S::stage_room));
             fence_async_proxy();
-            __syncwarp();
-            if (threadIdx.x % 32 == 0)
-                mbarrier_arrive(sorted + 8u * f.slot.index);
+            warp_releases<false>(sorted + 8u * f.slot.index);
         }
         advance_copy<S>(a, p, &f);
     }
@@ -475,7 +473,7 @@ static __global__ void __launch_bounds__(S::threads, 1)
     launch_dependents();
     if (S::sorters && threadIdx.x == S::copier + 64)
         for (int i = 0; i < args.stages; i++)
-            mbarrier_init(sorted + 8u * i, 1);
+            mbarrier_init(sorted + 8u * i, WARP_ARRIVALS);
     set_up<S>(&args, &p, &meet, &f);
     if (threadIdx.x < S::consumers) {
         if (S::uneven)
