@@ -82,7 +82,7 @@ SHAPES = ((8192, 8192), (28672, 4096), (4096, 14336), (4096, 4096), (1024, 1024)
 @pytest.mark.parametrize("chip", ["10.0", "10.3", "12.0", "12.1", "RTX 5090"])
 @pytest.mark.parametrize("algo", ["NVFP4", "NVFP4_AWQ", "NVFP4_SVD"])
 def test_many_tokens_are_fp4_on_blackwell(chip, algo):
-    """What was calibrated for NVFP4 activations is multiplied so, beyond the few tokens of decode."""
+    """Weights that were calibrated for NVFP4 activations are multiplied so, beyond the tokens of decode."""
     for shape in SHAPES:
         auto, exact = (plan(compute, algo, chip, shape=shape) for compute in ("auto", "exact"))
         computes = [

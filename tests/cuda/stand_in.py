@@ -29,7 +29,7 @@ class StandIn:
         subprocess.run(["cc", *options, "-o", self.path, SOURCE, "-lm", "-ldl"], check=True)
 
     def run(self, code: str, lacks: str = "", **variables: str) -> str:
-        """What Python code prints in a process that has this library.
+        """Runs Python code in a process that has this library, and returns its output.
 
         Args:
             code: Its indentation does not count.

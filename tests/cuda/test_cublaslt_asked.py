@@ -191,7 +191,7 @@ except UnsupportedQuantization as error:
 
 @needs_build
 def test_large_partitions_are_unpacked_in_parts(library):
-    """As codes of 128 MB at most; each part has tiles of scales of its own."""
+    """Codes in the workspace are 128 MB at most; each part has tiles of scales of its own."""
     library.run(f"{PLAN}plan('NVFP4', 'auto', rows=(70000, 16))")
     assert {word for line in library.asked() for word in line.split() if word[0] == "n"} == {
         "n=65536",

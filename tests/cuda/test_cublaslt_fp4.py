@@ -72,7 +72,7 @@ for columns, rows in ((1024, [256]), (544, [16, 144, 48]), (96, [400])):
 
 
 def test_packed_weights_are_unpacked_to_the_bits_of_fp4(run):
-    """Of compute "auto", whose prepared tensors are those of exact kernels."""
+    """Tensors prepared for "auto" are those of exact kernels."""
     run("""
 for algo, columns, rows in (("NVFP4", 1024, [256]), ("NVFP4", 544, [16, 144, 48]), ("NVFP4_AWQ", 96, [400])):
     case = random_case(rng, algo, columns, rows)
@@ -120,7 +120,7 @@ fp4.check(random_x(rng, (17, 512), "bfloat16"))
 
 
 def test_the_next_kernel_runs_what_the_library_has_nothing_for(run):
-    """For numbers of tokens between others, of "fp4" and of "auto"."""
+    """Numbers of tokens between others are exact with "auto", and emulated with "fp4"."""
     run(
         """
 case = random_case(rng, "NVFP4", 512, [128, 64])

@@ -20,11 +20,12 @@ static const moq_chip CHIPS[] = {
 
 enum { CHIP_COUNT = sizeof CHIPS / sizeof *CHIPS };
 
-/* What a multiprocessor multiplies in a clock, of what an H200's does: in kernels of warps
- * (mma.sync) with float32 sums, and in those of cuBLASLt. By the products in a second that NVIDIA
- * states of the chips above; warps of an H200 reach 0.62 of its rate (docs/lab/any-chip.md), and
- * what those of 10.0 and later reach was never measured. A chip is of the last row that is not
- * above its capability. */
+/* Products of a multiprocessor in a clock, beside an H200's: in kernels of warps (mma.sync) with
+ * float32 sums, and in those of cuBLASLt. By the products in a second that NVIDIA states of the
+ * chips above. Warps of an H200 are taken to reach 0.62 of its rate (arXiv 2402.13499), those
+ * of 10.0 to 11.0, which nobody measured, as much as an H200's. A chip is of the last row that is
+ * not above its capability.
+ */
 static const struct {
     int32_t capability;
     float warps, library;
