@@ -238,6 +238,7 @@ def linear_plan(
     one_input_scale: bool = False,
     quantized_input: bool = False,
     rank: int | None = None,
+    pretend: bool = False,
 ) -> LinearPlan: ...
 
 @final

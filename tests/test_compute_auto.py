@@ -1,4 +1,4 @@
-"""compute="auto": which of exact and FP8 products a call takes, on any machine, and results on the CPU."""
+"""compute="auto": which of its products a call takes, on any machine, and results on the CPU."""
 
 import numpy as np
 import pytest
@@ -69,11 +69,49 @@ def test_mxfp8_is_fp8_on_cuda_and_exact_on_the_cpu(capability):
     assert here.prepared_params == LinearMethod("MXFP8", 64, [32]).prepared_params
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
-def test_it_is_exact_on_other_chips(capability):
+@pytest.mark.parametrize("capability", ["8.0", "8.9"])
+def test_it_is_exact_on_older_chips(capability):
     auto = plan("auto", capability=capability)
     assert {auto.compute_for(tokens) for tokens in TOKENS} == {"exact"}
     assert auto.backend(1024) == plan("exact", capability=capability).backend(1024) == "cuda:sm80_nvfp4"
+
+
+SHAPES = ((8192, 8192), (28672, 4096), (4096, 14336), (4096, 4096), (1024, 1024))
+
+
+@pytest.mark.parametrize("chip", ["10.0", "10.3", "12.0", "12.1", "RTX 5090"])
+@pytest.mark.parametrize("algo", ["NVFP4", "NVFP4_AWQ", "NVFP4_SVD"])
+def test_many_tokens_are_fp4_on_blackwell(chip, algo):
+    """Weights that were calibrated for NVFP4 activations are multiplied so, beyond the tokens of decode."""
+    for shape in SHAPES:
+        auto, exact = (plan(compute, algo, chip, shape=shape) for compute in ("auto", "exact"))
+        computes = [
+            auto.compute_for(tokens) for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 8192)
+        ]
+        assert computes == sorted(computes)  # exact, then fp4
+        assert computes[:4] == ["exact"] * 4
+        assert computes[-2:] == ["fp4"] * 2
+        assert auto.backend(1) == exact.backend(1) == "cuda:sm80_nvfp4"
+        assert auto.backend(8192) == "cuda:cublaslt_fp4"
+        assert runnable(auto) == runnable(exact) | {"cuda:cublaslt_fp4"}
+
+
+def test_prepared_tensors_of_blackwell_are_exact_ones_and_the_scale_of_x():
+    exact, auto = (plan(compute, capability="10.0").prepared_params() for compute in ("exact", "auto"))
+    assert auto == [*exact, ("input_scale", (1,), "float32", "scale", False)]
+
+
+@pytest.mark.parametrize("algo", ["W4A16_NVFP4", "MXFP4"])
+def test_weights_without_a_scale_of_x_are_exact_on_blackwell(algo):
+    auto = plan("auto", algo, "10.0")
+    assert {auto.compute_for(tokens) for tokens in TOKENS} == {"exact"}
+    assert {auto.backend(tokens) for tokens in TOKENS} == {"cuda:sm80_nvfp4"}
+
+
+def test_sizes_that_the_library_does_not_take_are_exact_on_blackwell():
+    for shape in ((8200, 8192), (8192, 8208)):
+        auto = plan("auto", capability="10.0", shape=shape)
+        assert {auto.compute_for(tokens) for tokens in TOKENS} == {"exact"}
 
 
 @pytest.mark.parametrize("algo", [*FP8, "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "W4A8_AWQ"])
@@ -85,8 +123,10 @@ def test_an_algorithm_that_quantizes_x_itself_has_no_choice(algo):
 
 
 def test_float32_is_exact():
-    assert {plan("auto", dtype="float32").compute_for(tokens) for tokens in TOKENS} == {"exact"}
-    assert plan("auto", dtype="float32").backend(1024) == "cuda:simt"
+    for capability in ("9.0", "10.0"):
+        auto = plan("auto", dtype="float32", capability=capability)
+        assert {auto.compute_for(tokens) for tokens in TOKENS} == {"exact"}
+        assert auto.backend(1024) == "cuda:simt"
 
 
 @pytest.mark.parametrize("compute", ["exact", "fp8", "fp4"])

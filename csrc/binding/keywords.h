@@ -48,6 +48,7 @@
     X(origins)                                                                                     \
     X(padding)                                                                                     \
     X(positions)                                                                                   \
+    X(pretend)                                                                                     \
     X(q_heads)                                                                                     \
     X(q_weight)                                                                                    \
     X(quantized_input)                                                                             \

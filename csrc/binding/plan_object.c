@@ -13,7 +13,7 @@ PyObject *moq_plan_object_new(PyTypeObject *type) {
     return allocate(type, 0);
 }
 
-int moq_plan_find_target(moq_state *state, PyObject *capability, moq_device device,
+int moq_plan_find_target(moq_state *state, PyObject *capability, bool pretend, moq_device device,
                          moq_target *target) {
     moq_err err;
     if (moq_arg_absent(capability)) {
@@ -28,7 +28,7 @@ int moq_plan_find_target(moq_state *state, PyObject *capability, moq_device devi
     const char *text = moq_arg_text(capability, "capability");
     if (!text)
         return -1;
-    if (moq_assume_target(device, text, target, &err) == MOQ_OK)
+    if (moq_assume_target(device, text, pretend, target, &err) == MOQ_OK)
         return 0;
     moq_raise(state, &err);
     return -1;
@@ -135,7 +135,7 @@ static int pick(PyObject *self, PyObject *tokens, int64_t least, moq_choice *cho
     moq_err err;
     if (moq_arg_int(tokens, "tokens", least, INT64_MAX, &m) < 0)
         return -1;
-    if (moq_plan_pick(plan_of(self), m, choice, &err) == MOQ_OK)
+    if (moq_plan_pick(plan_of(self), m, true, choice, &err) == MOQ_OK)
         return 0;
     moq_raise(moq_plan_state(self), &err);
     return -1;

@@ -21,7 +21,7 @@ PyObject *moq_plan_object_new(PyTypeObject *type);
 
 /* Finds the chip of a layer's device, or the one that `capability` says it is, where that is given.
  */
-int moq_plan_find_target(moq_state *state, PyObject *capability, moq_device device,
+int moq_plan_find_target(moq_state *state, PyObject *capability, bool pretend, moq_device device,
                          moq_target *target);
 
 /* Parameters as a list of (name, shape, dtype, role, required). */

@@ -19,13 +19,14 @@ typedef struct {
 
 /* ---- construction ---- */
 
-static const moq_signature LINEAR_PLAN = {
-    "linear_plan",
-    12,
-    7,
-    12,
-    {KW_quant_algo, KW_in_features, KW_out_partitions, KW_group_size, KW_dtype, KW_device,
-     KW_compute, KW_capability, KW_fast_accum, KW_one_input_scale, KW_quantized_input, KW_rank}};
+static const moq_signature LINEAR_PLAN = {"linear_plan",
+                                          13,
+                                          7,
+                                          13,
+                                          {KW_quant_algo, KW_in_features, KW_out_partitions,
+                                           KW_group_size, KW_dtype, KW_device, KW_compute,
+                                           KW_capability, KW_fast_accum, KW_one_input_scale,
+                                           KW_quantized_input, KW_rank, KW_pretend}};
 
 /* fast_accum, one_input_scale and quantized_input, each of which may be absent. */
 static int parse_options(moq_state *state, PyObject **v, moq_linear_spec *spec) {
@@ -63,15 +64,18 @@ static int resolve(moq_state *state, PyObject **v, linear_object *self) {
         moq_raise(state, &err);
         return -1;
     }
-    return parse_options(state, v + 8, spec) < 0
-               ? -1
-               : moq_plan_find_target(state, v[7], spec->device, &spec->target);
+    int pretend = v[12] ? PyObject_IsTrue(v[12]) : 0;
+    if (pretend < 0 || parse_options(state, v + 8, spec) < 0 ||
+        moq_plan_find_target(state, v[7], pretend, spec->device, &spec->target) < 0)
+        return -1;
+    moq_linear_settle_choice(spec);
+    return 0;
 }
 
 static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                              PyObject *kwnames) {
     moq_state *state = moq_module_state(module);
-    PyObject *v[12];
+    PyObject *v[13];
     moq_err err;
     if (moq_args_parse(state, &LINEAR_PLAN, args, nargs, kwnames, v) < 0)
         return NULL;
@@ -188,7 +192,9 @@ static PyMethodDef METHODS[] = {
     {"linear_plan", (PyCFunction)(void (*)(void))linear_plan, METH_FASTCALL | METH_KEYWORDS,
      "linear_plan(quant_algo, in_features, out_partitions, group_size, dtype, device, compute, "
      "capability=None, fast_accum=False, one_input_scale=False, quantized_input=False, "
-     "rank=None) -> LinearPlan; capability: \"9.0\" plans for a chip that may not be here"},
+     "rank=None, pretend=False) -> LinearPlan; capability: \"9.0\" plans for a chip that may not "
+     "be "
+     "here; pretend: and asks cuBLASLt, and runs on the device that is"},
     {NULL, NULL, 0, NULL},
 };
 

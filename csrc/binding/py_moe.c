@@ -128,7 +128,7 @@ static int resolve(moq_state *state, PyObject **v, moe_object *self) {
         moq_raise(state, &err);
         return -1;
     }
-    if (moq_plan_find_target(state, v[CAPABILITY], w13->device, &w13->target) < 0)
+    if (moq_plan_find_target(state, v[CAPABILITY], false, w13->device, &w13->target) < 0)
         return -1;
     self->spec.w2.target = w13->target;
     return take_interleaving(v[INTERLEAVED], self);

@@ -36,7 +36,8 @@ typedef struct {
     bool smooths;
     bool adds;        /* it runs layers whose outputs get an addend: moq_linear_call.addend */
     bool takes_codes; /* it runs layers whose x is codes: moq_linear_spec.quantized_input */
-    bool folds;       /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds) */
+    bool folds;       /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds), */
+    bool quantizes;   /* or their own codes by e2m1 codes of x */
 } moq_kernel;
 
 typedef struct {
@@ -53,6 +54,9 @@ typedef struct {
     /* A library's algorithms: bit i is set where variant i is one. NULL where variants are configs.
      */
     uint64_t (*variants)(const moq_linear_call *call);
+    /* Whether the library has algorithms for a call, of which it looks at sizes and the alignment
+     * of addresses, else false with the reason. NULL where the kernel needs no library. */
+    bool (*ask)(const moq_linear_call *call, char *reason, size_t size);
 } moq_linear_kernel;
 
 /* Members with the meaning that they have for linears. */

@@ -1,6 +1,7 @@
 /* Resolution of a linear layer's description: see linear.h. */
 #include "core/linear.h"
 
+#include "core/formats.h"
 #include "core/sizes.h"
 
 #include <stdio.h>
@@ -45,6 +46,15 @@ moq_status moq_linear_apply_options(const moq_linear_options *options, moq_linea
     if (options->one_input_scale)
         MOQ_TRY(moq_weight_promise_one_input_scale(&spec->matrix, err));
     return options->quantized_input ? take_codes(spec, err) : MOQ_OK;
+}
+
+void moq_linear_settle_choice(moq_linear_spec *spec) {
+    bool nvfp4 = spec->checkpoint_input_scale && spec->group_size == MOQ_NVFP4_GROUP;
+    if (!moq_linear_has_choice(spec) || !nvfp4 || spec->dtype == MOQ_DT_F32 ||
+        spec->target.capability < MOQ_FP4_CAPABILITY)
+        return;
+    spec->choice = MOQ_COMPUTE_FP4;
+    spec->input = MOQ_INPUT_NVFP4;
 }
 
 static int require_input_scale(const moq_linear_spec *spec, moq_param_spec *params, int count) {

@@ -17,14 +17,19 @@
 extern "C" {
 #endif
 
+/* Compute capability from which tensor cores multiply FP4. */
+#define MOQ_FP4_CAPABILITY 100
+
 /* The chip a layer runs on, as far as the choice of a kernel depends on it. */
 typedef struct {
     int32_t capability; /* 10 * major + minor, 90 for Hopper; 0 for the CPU or no device */
     int32_t sm_count;
     float memory, cores;        /* rates of its memory, and of a multiprocessor, of an H200's */
-    bool assumed;               /* named by the caller; nobody looked whether it is there */
+    bool assumed;               /* named by the caller; nobody looked whether it is there, */
     char missing[256];          /* why no CUDA kernel can run on it; empty if one can */
-    char cublaslt_missing[160]; /* why cuBLASLt cannot be used; empty if it can */
+    char cublaslt_missing[156]; /* why cuBLASLt cannot be used; empty if it can */
+    bool pretended;             /* and calls run on what is there, as tests ask for */
+    float library;              /* rate of a multiprocessor in kernels of cuBLASLt, of an H200's */
 } moq_target;
 
 /* The weight is a matrix. Its facts are read as members of the spec: spec->in_features. */
@@ -87,6 +92,15 @@ static inline bool moq_linear_folds(const moq_linear_spec *spec) {
 }
 static inline bool moq_linear_has_choice(const moq_linear_spec *spec) {
     return moq_weight_has_choice(&spec->matrix);
+}
+
+/* Decides, once the target is known, between which ways "auto" chooses: from capability 10.0 on
+ * exact and FP4 products, of weights that were calibrated for NVFP4 activations. */
+void moq_linear_settle_choice(moq_linear_spec *spec);
+
+/* True if packed weights become codes and swizzled scales in the workspace, for products of FP4. */
+static inline bool moq_linear_unpacks(const moq_linear_spec *spec) {
+    return spec->choice == MOQ_COMPUTE_FP4;
 }
 
 /* The tensors of the weight, in the checkpoint and prepared; codes as x make input_scale required.

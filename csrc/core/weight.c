@@ -67,9 +67,10 @@ static moq_status apply_compute(moq_weight *weight, moq_err *err) {
     if (weight->compute == MOQ_COMPUTE_EXACT)
         return MOQ_OK;
     if (weight->compute == MOQ_COMPUTE_AUTO) {
-        weight->has_choice = packs && weight->input == MOQ_INPUT_AS_IS;
-        if (weight->has_choice)
+        if (packs && weight->input == MOQ_INPUT_AS_IS) {
+            weight->choice = MOQ_COMPUTE_FP8;
             weight->input = MOQ_INPUT_E4M3_TOKEN;
+        }
         return MOQ_OK;
     }
     bool folds = is_mx && weight->compute == MOQ_COMPUTE_FP8;
@@ -313,11 +314,11 @@ moq_dtype moq_weight_code_dtype(const moq_weight *weight) {
 
 bool moq_weight_folds(const moq_weight *weight) {
     return (weight->weight == MOQ_WEIGHT_E2M1_PACKED && weight->compute == MOQ_COMPUTE_FP8) ||
-           moq_weight_has_choice(weight);
+           weight->choice == MOQ_COMPUTE_FP8;
 }
 
 bool moq_weight_has_choice(const moq_weight *weight) {
-    return weight->has_choice;
+    return weight->choice != MOQ_COMPUTE_EXACT;
 }
 
 /* The low-rank pairs of all partitions: lora_a of one after the other, lora_b beside its rows. They

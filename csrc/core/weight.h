@@ -53,7 +53,7 @@ typedef enum {
     bool per_row_scale;           /* the checkpoint's weight_scale has one value per row */        \
     bool mx_scales;               /* its block scales are E8M0, and there is no second level */    \
     bool one_input_scale;         /* the partitions have the same */                               \
-    bool has_choice;              /* "auto" takes exact or FP8 products for each call */           \
+    uint8_t choice;               /* moq_compute that "auto" takes beside EXACT, or that alone */  \
     bool checkpoint_input_scale;  /* the algorithm writes an input_scale (it may be absent) */     \
     bool by_token;                /* without it, x has one scale a row */                          \
     bool pre_quant_scale;         /* and, where none was folded elsewhere, a pre_quant_scale */    \
@@ -183,10 +183,10 @@ int64_t moq_weight_scale_columns(const moq_weight *weight);
  * an infinity before it meets the codes. */
 bool moq_weight_folds(const moq_weight *weight);
 
-/* True if each call may be done as compute "exact" or as "fp8" has it, whichever kernel is expected
- * to be faster: compute "auto" where there are both. They read the same prepared tensors but for
- * fold_scale, which exact ones do not. `input` is then that of "fp8"; exact kernels take x as it
- * is. Elsewhere "auto" is "exact". */
+/* True if each call may be done as compute "exact" or as `choice` has it, "fp8" or "fp4", whichever
+ * kernel is expected to be faster: compute "auto" where there are both. They read the same prepared
+ * tensors but for fold_scale and input_scale, which exact ones do not. `input` is then that of
+ * `choice`; exact kernels take x as it is. Elsewhere "auto" is "exact". */
 bool moq_weight_has_choice(const moq_weight *weight);
 
 /* The tensors of the checkpoint for this weight, and those of its prepared form; returns the count,

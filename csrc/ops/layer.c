@@ -18,7 +18,7 @@ moq_layer moq_describe_layer(const void *problem) {
                        .quantized_input = spec->quantized_input,
                        .low_rank = spec->rank > 0,
                        .compute = spec->compute,
-                       .has_choice = moq_linear_has_choice(spec),
+                       .choice = spec->choice,
                        .device = spec->device,
                        .target = &spec->target,
                        .group_size = spec->group_size};

@@ -12,7 +12,7 @@ typedef struct {
     bool quantized_input; /* x is such codes */
     bool low_rank;        /* a low-rank part is added to its outputs */
     moq_compute compute;  /* as the layer asks for */
-    bool has_choice;      /* both exact and FP8 products are allowed */
+    moq_compute choice;   /* what "auto" may multiply beside exact products */
     moq_device device;
     const moq_target *target; /* the problem's */
     int32_t group_size;       /* columns that share a block scale; 0 where it does not apply */

@@ -171,6 +171,7 @@ moq_status moq_linear_open(moq_plan *plan, const moq_params *params, const moq_t
         moq_job_open(&job->job, spec->device, NULL);
         return MOQ_OK;
     }
-    MOQ_TRY(moq_plan_pick(plan, m, &choice, err));
+    bool scaled = params->of[MOQ_PARAM_INPUT_SCALE].data != NULL;
+    MOQ_TRY(moq_plan_pick(plan, m, scaled, &choice, err));
     return moq_linear_open_choice(spec, params, x, bias, y, m, choice, job, err);
 }

@@ -4,6 +4,7 @@
 
 #include "cpu/cpu_linear.h"
 #include "cuda/choice/families.h"
+#include "cuda/cuda.h"
 #include "ops/linear_call.h"
 
 #include <stdio.h>
@@ -77,9 +78,82 @@ uint64_t moq_linear_variants(const moq_linear_kernel *row, const moq_linear_call
 
 /* ---- what the rules of the plan ask of a linear ---- */
 
+/* Numbers of tokens of which a library is asked when a layer is made: it serves one of them, or the
+ * kernel is none of the plan. */
+static const int64_t ASKED[] = {1, 64, 1024, 8192};
+
+/* The forms of a call by which its products differ: y is written as it is, with a bias, and at an
+ * address that no library takes. */
+typedef enum { PLAIN, BIASED, UNALIGNED, FORMS } form;
+
+static moq_tensor describe_rows(const moq_linear_spec *spec, void *data, moq_dtype dtype,
+                                int64_t rows, int64_t columns) {
+    moq_tensor t = {.data = data, .dtype = dtype, .device = spec->device, .ndim = 2};
+    t.shape[0] = rows;
+    t.shape[1] = columns;
+    moq_tensor_set_contiguous(&t);
+    return t;
+}
+
+static bool ask_for_form(const moq_linear_kernel *row, const moq_linear_spec *spec, int64_t m,
+                         form form, char *reason, size_t size) {
+    _Alignas(256) static uint8_t somewhere[256]; /* never read: addresses count by alignment */
+    moq_tensor x =
+        describe_rows(spec, somewhere, moq_linear_x_dtype(spec), m, moq_linear_x_columns(spec));
+    moq_tensor y =
+        describe_rows(spec, somewhere + (form == UNALIGNED), spec->dtype, m, spec->out_features);
+    moq_problem p = {spec, &spec->target, m, true};
+    moq_linear_call call = {.spec = spec,
+                            .m = m,
+                            .x = &x,
+                            .y = &y,
+                            .weight = somewhere,
+                            .weight_scale = somewhere,
+                            .output_scale = (const float *)somewhere,
+                            .fold_scale = (const float *)somewhere,
+                            .input_scale = (const float *)somewhere,
+                            .bias = form == BIASED ? somewhere : NULL,
+                            .bias_dtype = spec->dtype,
+                            .config = moq_choose_config(row->kernel.configs, &p, 0)};
+    return row->ask(&call, reason, size);
+}
+
+static bool ask_for_tokens(const moq_linear_kernel *row, const moq_linear_spec *spec, int64_t m,
+                           char *reason, size_t size) {
+    for (int i = 0; i < FORMS; i++)
+        if (!ask_for_form(row, spec, m, (form)i, reason, size))
+            return false;
+    return true;
+}
+
+static bool ask(const moq_linear_kernel *row, const moq_linear_spec *spec, int64_t m, char *reason,
+                size_t size) {
+    bool has = m != MOQ_ANY_TOKENS && ask_for_tokens(row, spec, m, reason, size);
+    for (size_t i = 0; m == MOQ_ANY_TOKENS && !has && i < sizeof ASKED / sizeof *ASKED; i++)
+        has = ask_for_tokens(row, spec, ASKED[i], reason, size);
+    return has;
+}
+
+/* Asks the library of a kernel, with the device current. A device that cannot be is no reason: the
+ * call says what it is. */
+static bool has_algorithms(const moq_linear_kernel *row, const moq_linear_spec *spec, int64_t m,
+                           char *reason, size_t size) {
+    const moq_target *target = &spec->target;
+    bool entered;
+    moq_err err;
+    if (!row->ask || (target->assumed && !target->pretended))
+        return true;
+    if (moq_cuda_enter(spec->device.index, &entered, &err) != MOQ_OK)
+        return !target->pretended || ask(row, spec, m, reason, size);
+    bool has = ask(row, spec, m, reason, size);
+    moq_cuda_leave(entered);
+    return has;
+}
+
 static bool can_run(const void *problem, const moq_kernel *kernel, int64_t m, char *reason,
                     size_t size) {
-    return row_of(kernel)->can_run(problem, m, reason, size);
+    const moq_linear_kernel *row = row_of(kernel);
+    return row->can_run(problem, m, reason, size) && has_algorithms(row, problem, m, reason, size);
 }
 
 static double cost(const void *problem, const moq_kernel *kernel, int64_t m) {

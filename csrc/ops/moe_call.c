@@ -256,6 +256,6 @@ moq_status moq_moe_open(moq_plan *plan, const moq_params *params, const moq_moe_
         moq_job_open(&job->job, spec->w13.device, NULL);
         return MOQ_OK;
     }
-    MOQ_TRY(moq_plan_pick(plan, tokens, &choice, err));
+    MOQ_TRY(moq_plan_pick(plan, tokens, true, &choice, err));
     return moq_moe_open_choice(spec, params, in, choice, job, err);
 }

@@ -149,12 +149,19 @@ static bool is_replaced(const moq_plan *plan, int kernel) {
     return configs && configs->any_chip && plan->layer.target->capability == 90;
 }
 
-static moq_status find_cheapest(const moq_plan *plan, int64_t m, int32_t *kernel, moq_err *err) {
+/* Whether a kernel does calls that bring no scale of x. */
+static bool runs_without_scale(const moq_plan *plan, int kernel) {
+    return plan->layer.choice != MOQ_COMPUTE_FP4 || !kernel_of(plan, kernel)->quantizes;
+}
+
+static moq_status find_cheapest(const moq_plan *plan, int64_t m, bool scaled, int32_t *kernel,
+                                moq_err *err) {
     char reason[MOQ_REASON_SIZE];
     double least = 0;
     int best = -1;
     for (int i = 0; i < plan->count; i++) {
-        if (!moq_plan_can_run(plan, plan->kernel[i], m, reason))
+        if (!moq_plan_can_run(plan, plan->kernel[i], m, reason) ||
+            !(scaled || runs_without_scale(plan, plan->kernel[i])))
             continue;
         double seconds = moq_plan_cost(plan, plan->kernel[i], m);
         if (is_replaced(plan, plan->kernel[i]))
@@ -181,14 +188,16 @@ static int find_tuned(const moq_plan *plan, int64_t m) {
 }
 
 /* Chooses what was kept for m tokens, else the cheapest. */
-static moq_status choose(const moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err) {
+static moq_status choose(const moq_plan *plan, int64_t m, bool scaled, moq_choice *choice,
+                         moq_err *err) {
     int tuned = find_tuned(plan, m);
     int32_t variant = 0;
-    if (tuned < plan->tuned_count) {
+    if (tuned < plan->tuned_count &&
+        (scaled || runs_without_scale(plan, plan->tuned[tuned].kernel))) {
         choice->kernel = plan->tuned[tuned].kernel;
         variant = plan->tuned[tuned].variant;
     } else {
-        MOQ_TRY(find_cheapest(plan, m, &choice->kernel, err));
+        MOQ_TRY(find_cheapest(plan, m, scaled, &choice->kernel, err));
     }
     choice->config = moq_plan_config(plan, choice->kernel, m, variant);
     return MOQ_OK;
@@ -217,18 +226,18 @@ static int64_t tokens_of(uint64_t word) {
     return (int64_t)(word >> (ROW_BITS + CONFIG_BITS));
 }
 
-moq_status moq_plan_pick(moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err) {
+moq_status moq_plan_pick(moq_plan *plan, int64_t m, bool scaled, moq_choice *choice, moq_err *err) {
     if (m < 1) {
         choice->config = (moq_kernel_config){0};
-        return find_cheapest(plan, 1, &choice->kernel, err);
+        return find_cheapest(plan, 1, scaled, &choice->kernel, err);
     }
-    _Atomic uint64_t *place = &plan->remembered[m % MOQ_REMEMBERED];
+    _Atomic uint64_t *place = &plan->remembered[scaled][m % MOQ_REMEMBERED];
     uint64_t word = atomic_load_explicit(place, memory_order_relaxed);
     if (word && tokens_of(word) == m) {
         *choice = from_word(word);
         return MOQ_OK;
     }
-    MOQ_TRY(choose(plan, m, choice, err));
+    MOQ_TRY(choose(plan, m, scaled, choice, err));
     word = to_word(m, *choice);
     if (tokens_of(word) == m) /* no more tokens than a word holds */
         atomic_store_explicit(place, word, memory_order_relaxed);
@@ -236,10 +245,11 @@ moq_status moq_plan_pick(moq_plan *plan, int64_t m, moq_choice *choice, moq_err 
 }
 
 static void forget(moq_plan *plan, int64_t bucket) {
-    for (int i = 0; i < MOQ_REMEMBERED; i++) {
-        uint64_t word = atomic_load_explicit(&plan->remembered[i], memory_order_relaxed);
+    for (int i = 0; i < 2 * MOQ_REMEMBERED; i++) {
+        _Atomic uint64_t *place = &plan->remembered[i / MOQ_REMEMBERED][i % MOQ_REMEMBERED];
+        uint64_t word = atomic_load_explicit(place, memory_order_relaxed);
         if (moq_token_bucket(tokens_of(word)) == bucket)
-            atomic_store_explicit(&plan->remembered[i], 0, memory_order_relaxed);
+            atomic_store_explicit(place, 0, memory_order_relaxed);
     }
 }
 
@@ -247,12 +257,13 @@ static void forget(moq_plan *plan, int64_t bucket) {
 static moq_compute compute_of(const moq_layer *layer, const moq_kernel *kernel) {
     if (layer->compute != MOQ_COMPUTE_AUTO)
         return layer->compute;
-    return layer->has_choice && kernel->folds ? MOQ_COMPUTE_FP8 : MOQ_COMPUTE_EXACT;
+    bool exact = layer->choice == MOQ_COMPUTE_FP8 ? !kernel->folds : !kernel->quantizes;
+    return exact ? MOQ_COMPUTE_EXACT : layer->choice;
 }
 
 moq_status moq_plan_pick_compute(moq_plan *plan, int64_t m, moq_compute *compute, moq_err *err) {
     moq_choice choice;
-    MOQ_TRY(moq_plan_pick(plan, m, &choice, err));
+    MOQ_TRY(moq_plan_pick(plan, m, true, &choice, err));
     *compute = compute_of(&plan->layer, kernel_of(plan, choice.kernel));
     return MOQ_OK;
 }

@@ -85,7 +85,7 @@ struct moq_plan {
     /* Choices for m tokens, at m modulo their number: comparing all kernels, and the configs of
      * one, takes longer than a call may cost the host. One word each, since several threads may
      * ask; 0 for none. */
-    _Atomic uint64_t remembered[MOQ_REMEMBERED];
+    _Atomic uint64_t remembered[2][MOQ_REMEMBERED]; /* of calls without and with a scale of x */
     int tuned_count;
     struct {
         int64_t bucket; /* moq_token_bucket, whose numbers have configs of their own */
@@ -100,11 +100,12 @@ moq_status moq_plan_make(const moq_operation *operation, const void *problem, co
                          moq_plan *plan, moq_err *err);
 
 /* Picks the kernel that runs m tokens, and its config; for 0, which nothing runs, the kernel for 1,
- * without a config. MOQ_ERR_UNSUPPORTED with the reasons where no kernel of the plan can run as
- * many, as one that MOQEXT_KERNEL names may not. Threads may ask at once. */
-moq_status moq_plan_pick(moq_plan *plan, int64_t m, moq_choice *choice, moq_err *err);
+ * without a config. `scaled`: the call brings the scale of x, or would find it; without it, "auto"
+ * does not quantize x to NVFP4. MOQ_ERR_UNSUPPORTED with the reasons where no kernel of the plan
+ * can run as many, as one that MOQEXT_KERNEL names may not. Threads may ask at once. */
+moq_status moq_plan_pick(moq_plan *plan, int64_t m, bool scaled, moq_choice *choice, moq_err *err);
 
-/* The compute mode of the kernel that moq_plan_pick returns. */
+/* The compute mode of the kernel that moq_plan_pick returns for a call that brings the scale. */
 moq_status moq_plan_pick_compute(moq_plan *plan, int64_t m, moq_compute *compute, moq_err *err);
 
 /* The layer with so many tokens, as configs are compared for it. */

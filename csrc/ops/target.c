@@ -77,29 +77,28 @@ static const moq_chip *find_chip(const char *name) {
     return NULL;
 }
 
-moq_status moq_assume_target(moq_device device, const char *capability, moq_target *target,
-                             moq_err *err) {
+moq_status moq_assume_target(moq_device device, const char *capability, bool pretend,
+                             moq_target *target, moq_err *err) {
     int major = 0, minor = 0;
     char tail = 0;
-    moq_chip chip = *moq_chip_at(0); /* of which a capability alone is assumed to have the rest */
     const moq_chip *named = find_chip(capability);
-    *target = (moq_target){.assumed = true};
+    *target = (moq_target){.assumed = true, .pretended = pretend};
     if (device.kind != MOQ_CUDA)
         return moq_fail_of(err, MOQ_ERR_VALUE, "capability",
                            "expected None for a layer on the CPU");
-    if (named)
-        chip = *named;
-    else if (sscanf(capability, "%2d.%1d%c", &major, &minor, &tail) != 2 || major < 1 || minor < 0)
+    if (!named &&
+        (sscanf(capability, "%2d.%1d%c", &major, &minor, &tail) != 2 || major < 1 || minor < 0))
         return refuse_capability(capability, err);
-    else
-        chip.capability = 10 * major + minor;
+    moq_chip chip = named ? *named : moq_chip_of(10 * major + minor);
     moq_describe_chip(&chip, target);
+    if (pretend)
+        moq_cublaslt_find(NULL, target->cublaslt_missing, sizeof target->cublaslt_missing);
     return MOQ_OK;
 }
 
 moq_status moq_check_target(moq_device device, const moq_target *target, moq_err *err) {
     char text[32];
-    if (!target->assumed)
+    if (!target->assumed || target->pretended)
         return MOQ_OK;
     moq_target found = moq_find_target(device);
     if (found.missing[0])

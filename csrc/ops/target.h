@@ -10,9 +10,10 @@
 moq_target moq_find_target(moq_device device);
 
 /* A chip that need not be here, in a build with code for it: what a plan would be there.
- * `capability` is "9.0", or the name of a chip of the table, "H100 SXM". */
-moq_status moq_assume_target(moq_device device, const char *capability, moq_target *target,
-                             moq_err *err);
+ * `capability` is "9.0", or the name of a chip of the table, "H100 SXM". `pretend`: cuBLASLt is
+ * asked what it has, and calls run on the device that is here. */
+moq_status moq_assume_target(moq_device device, const char *capability, bool pretend,
+                             moq_target *target, moq_err *err);
 
 /* MOQ_ERR_UNSUPPORTED where an assumed target is not what `device` is. */
 moq_status moq_check_target(moq_device device, const moq_target *target, moq_err *err);

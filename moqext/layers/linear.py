@@ -57,8 +57,10 @@ class LinearMethod(PlannedMethod):
 
     `compute="auto"` is `"exact"`, but on CUDA NVFP4, NVFP4_AWQ, NVFP4_SVD, W4A16_NVFP4 and MXFP4, from one
     prepared copy, run as `"fp8"` wherever that is expected to be faster for the number of tokens, which on
-    Hopper is from some hundreds on: `compute_for` tells which. A call has the bits that a method of that
-    compute would give it. MXFP8, of which no one copy serves both, is `"fp8"` on CUDA.
+    Hopper is from some hundreds on: `compute_for` tells which. From capability 10.0 on it is `"fp4"` that
+    NVFP4, NVFP4_AWQ and NVFP4_SVD run as so, in calls with an `input_scale`; others are exact there. A call
+    has the bits that a method of that compute would give it. MXFP8, of which no one copy serves both, is
+    `"fp8"` on CUDA.
 
     The attributes are the arguments, resolved: canonical names, the group size that holds. Copying and
     pickling work.

@@ -39,7 +39,7 @@ from moqext_torch.stepping_aside import ReadConfig, Reason, read_config, tell_on
 
 logger = logging.getLogger(__name__)
 
-COMPUTES = ("exact", "auto", "fp8")
+COMPUTES = ("exact", "auto", "fp8", "fp4")
 
 
 def compute_wanted() -> str:

@@ -17,7 +17,7 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
 from moqext import CheckpointError, MoEMethod, UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
-from moqext_sglang.hand_back import or_sglang
+from moqext_sglang.hand_back import compute_of, or_sglang
 from moqext_sglang.loading import BLOCK, in_shape
 from moqext_sglang.prepared import prepare, restore, settle
 from moqext_torch.exchange import NAMED, as_bytes
@@ -50,7 +50,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         self.quant_config = quant_config
         self.quant_algo = quant_algo
         self.group_size = group_size
-        self.compute = compute if ALGORITHMS[quant_algo].codes == "e2m1" else "exact"
+        self.compute = compute_of(quant_algo, compute)
         self.prefix = prefix
         self.about: Description
         self.method: MoEMethod

@@ -26,6 +26,8 @@ except ImportError:  # SGLang 0.5.17
 
 logger = logging.getLogger(__name__)
 
+FP8_CAPABILITY = (8, 9)
+"""Oldest GPU on which SGLang runs ModelOpt's FP8."""
 TAKEN_FOR_OTHERS = (
     "FP8_PER_CHANNEL_PER_TOKEN",
     "FP8_PB_WO",
@@ -52,7 +54,33 @@ def read_force() -> bool:
 def reason_of_algorithm(quant_algo: str, compute: str) -> Reason | None:
     """Why layers of an algorithm are SGLang's on this machine and with this compute, None where moqext's."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return reason_to_step_aside(quant_algo, capability, compute)
+    reason = reason_to_step_aside(quant_algo, capability, compute)
+    kept = reason is not None and reason.runs and not reason.fuses and _misreads(quant_algo, capability)
+    return None if kept else reason
+
+
+def _misreads(quant_algo: str, capability: tuple[int, int] | None) -> bool:
+    """Whether SGLang would take layers for others on a GPU, or has no kernels of them there."""
+    if capability is None or ALGORITHMS[quant_algo].codes not in ("e4m3", "e2m1"):
+        return False
+    return quant_algo in TAKEN_FOR_OTHERS or (
+        ALGORITHMS[quant_algo].codes == "e4m3" and capability < FP8_CAPABILITY
+    )
+
+
+def compute_of(quant_algo: str, compute: str) -> str:
+    """Compute of layers of an algorithm: the one wanted, "exact" where they have it not.
+
+    Args:
+        quant_algo: of the layers.
+        compute: that the user asks for.
+    """
+    facts = ALGORITHMS[quant_algo]
+    if compute == "fp4":
+        has = facts.codes == "e2m1" and facts.linear == "as_is" and facts.input_scale is not None
+    else:
+        has = facts.codes == "e2m1" or facts.scale_dtype == "float8_e8m0fnu"
+    return compute if has else "exact"
 
 
 def reason_of_experts() -> Reason | None:

@@ -8,7 +8,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from moqext import CheckpointError, LinearMethod, UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
-from moqext_sglang.hand_back import or_sglang
+from moqext_sglang.hand_back import compute_of, or_sglang
 from moqext_sglang.loading import BLOCK, Slots
 from moqext_sglang.prepared import prepare, restore, settle
 from moqext_torch.op import ROLES, find_method, is_plain_call
@@ -35,7 +35,7 @@ class MoqextLinearMethod(LinearMethodBase):
         self.quant_config = quant_config
         self.quant_algo = quant_algo
         self.group_size = group_size
-        self.compute = compute if ALGORITHMS[quant_algo].codes == "e2m1" else "exact"
+        self.compute = compute_of(quant_algo, compute)
         self.prefix = prefix
         self.method: LinearMethod
         self.slots: Slots

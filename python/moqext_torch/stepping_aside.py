@@ -9,6 +9,8 @@ from moqext.algorithms import ALGORITHMS
 
 OLDEST = (8, 0)
 """Capability of the oldest GPU that moqext's kernels run on."""
+RAN_ON = 9
+"""Generation of the GPUs on which moqext's kernels have run (docs/results)."""
 FP4_TENSOR_CORES = (10, 0)
 """Capability from which engines multiply FP4 and MX formats as such, and moqext bf16."""
 STAND_IN = "NVFP4_SVD"
@@ -59,7 +61,7 @@ def reason_to_step_aside(
     """Why layers of an algorithm are the engine's, None where they are moqext's.
 
     MXFP8 on Hopper is the engine's with `compute="exact"` alone: as FP8 its linears take 0.75 of Marlin's
-    time with one token, and less with more (docs/results).
+    time with one token, and less with more (docs/results). All is the engine's on GPUs where nothing has run.
 
     Args:
         quant_algo: as a configuration names it.
@@ -77,11 +79,13 @@ def reason_to_step_aside(
         return Reason("it is not known to be faster in moqext", runs=True)
     if capability is None:
         return None
+    needed, here = (".".join(map(str, each)) for each in (OLDEST, capability[:2]))
     if capability < OLDEST:
-        needed, here = (".".join(map(str, each)) for each in (OLDEST, capability[:2]))
         return Reason(f"moqext's kernels need capability {needed}, and this GPU has {here}", runs=False)
     if capability >= FP4_TENSOR_CORES and (facts.codes == "e2m1" or facts.scale_dtype == "float8_e8m0fnu"):
         return Reason("this GPU has tensor cores for it that moqext does not use", runs=True, fuses=True)
+    if capability[0] != RAN_ON:
+        return Reason(f"moqext's kernels have never run on a GPU of capability {here}", runs=True)
     return None
 
 

@@ -58,6 +58,22 @@ def test_a_capability_alone_is_taken_for_an_h200(kind):
         assert alone.estimates(tokens) == known.estimates(tokens)
 
 
+@each(
+    "capability, chip",
+    [("10.0", "B200"), ("10.3", "B300"), ("12.0", "RTX PRO 6000"), ("12.1", "GB10"), ("8.9", "L40S")],
+)
+def test_a_capability_alone_is_taken_for_the_first_chip_that_has_it(capability, chip):
+    for kind in choice_layers.OTHER_KINDS:
+        known, alone = (Layer(name, *kind, (4096,), 14336).plan() for name in (chip, capability))
+        assert alone.memory == known.memory
+        assert alone.estimates(64) == known.estimates(64)
+
+
+def test_a_capability_of_later_is_taken_for_a_chip_of_its_generation():
+    """None of the table has 12.3; memory of 10 % of an H200's is nearer to it than an H200."""
+    assert Layer("12.3", "NVFP4", "exact", False, (4096,), 4096).plan().memory < 0.4
+
+
 def estimates(chip, tokens, rows=57344, columns=8192, quant_algo="FP8", compute="exact"):
     plan = Layer(chip, quant_algo, compute, False, (rows,), columns).plan()
     return {kernel: seconds for kernel, _, seconds in plan.estimates(tokens)}
@@ -107,6 +123,10 @@ CHIPS = {
     "A100 SXM": (0.42, 0.58),
     "L40S": (0.18, 1.37),
     "RTX 5090": (0.37, 1.57),
+    "B200": (1.60, 1.11),
+    "B300": (1.66, 1.09),
+    "RTX PRO 6000": (0.37, 1.87),
+    "GB10": (0.06, 0.46),
 }
 HOPPERS = ("H200 SXM", "H100 SXM", "H100 PCIe", "GH200", "H20")
 
@@ -144,6 +164,9 @@ def test_every_chip_of_hopper_has_kernels_for_hopper(chip):
         ("L40S", "NVFP4", {"sm80_nvfp4"}, {"sm80_nvfp4"}),
         ("RTX 5090", "FP8", {"sm89_fp8", "cublaslt"}, {"sm89_fp8", "cublaslt"}),
         ("RTX 5090", "NVFP4", {"sm80_nvfp4"}, {"sm80_nvfp4"}),
+        ("B200", "FP8", {"sm89_fp8", "cublaslt"}, {"cublaslt"}),
+        ("GB10", "FP8", {"sm89_fp8", "cublaslt"}, {"sm89_fp8", "cublaslt"}),
+        ("GB10", "NVFP4", {"sm80_nvfp4"}, {"sm80_nvfp4"}),
     ],
 )
 def test_other_chips_have_products_of_warps_or_the_library(chip, algo, decode, prefill):
@@ -167,6 +190,15 @@ def test_reading_takes_as_long_as_memory_and_multiplying_as_cores(chip):
     memory, cores = CHIPS[chip]
     assert least(chip, 1) / least("H200 SXM", 1) == pytest.approx(1 / memory, rel=0.2)
     assert least(chip, 8192) / least("H200 SXM", 8192) == pytest.approx(1 / cores, rel=0.3)
+
+
+@pytest.mark.parametrize("chip, times", [("RTX PRO 6000", 1.3), ("RTX 5090", 2.5), ("GB10", 5)])
+def test_blackwell_is_not_taken_for_an_h200(chip, times):
+    """Products of warps take as many times as long, at least, and weights longer to read."""
+    of = [estimates(name, 4096, quant_algo="NVFP4")["cuda:sm80_nvfp4"] for name in (chip, "H200 SXM")]
+    assert of[0] > times * of[1]
+    reading = [estimates(name, 1, quant_algo="NVFP4")["cuda:sm80_nvfp4"] for name in (chip, "H200 SXM")]
+    assert reading[0] > reading[1]
 
 
 def test_auto_folds_sooner_where_cores_are_slow():

@@ -221,25 +221,37 @@ def test_every_algorithm_is_right(rng, monkeypatch, algo):
 
 
 @pytest.mark.slow
-def test_the_first_call_cannot_be_captured(monkeypatch):
-    """In a process of its own, since a handle is made once."""
+def test_the_first_call_can_be_captured():
+    """In a process of its own: the handle is made, and the library asked, when the layer is made."""
     code = """
 import torch
 from moqext import LinearMethod
 m = LinearMethod("FP8", 64, [32], device="cuda:0")
-p = {"weight": torch.zeros(32, 64, dtype=torch.uint8, device="cuda"),
+p = {"weight": torch.full((32, 64), 0x38, dtype=torch.uint8, device="cuda"),
      "output_scale": torch.ones(32, device="cuda"), "input_scale": torch.ones(1, device="cuda")}
 x, y = (torch.ones(4, n, dtype=torch.bfloat16, device="cuda") for n in (64, 32))
-try:
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        m(x, p, out=y)
-except RuntimeError as error:
-    print(error)
-m(x, p, out=y)
-with torch.cuda.graph(torch.cuda.CUDAGraph()):
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
     m(x, p, out=y)
-print("captured")
+graph.replay()
+print(m.backend_for(4), float(y.min()), float(y.max()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "call once outside of the capture" in done.stdout, done.stderr
-    assert done.stdout.endswith("captured\n"), done.stderr
+    assert done.stdout == "cuda:cublaslt 64.0 64.0\n", done.stdout + done.stderr
+
+
+def test_a_layer_is_made_while_another_stream_is_captured():
+    """The library is asked on the host alone."""
+    code = """
+import torch
+from moqext import LinearMethod
+x = torch.ones(8, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    x += 1
+    m = LinearMethod("FP8", 64, [32], device="cuda:0")
+graph.replay()
+print(float(x.sum()), dict(m._plan.explain())["cuda:cublaslt"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "16.0 None\n", done.stdout + done.stderr

@@ -286,6 +286,11 @@ def test_compute_is_chosen_by_a_variable(monkeypatch):
     monkeypatch.setenv("MOQEXT_SGLANG_COMPUTE", "auto")
     made = config_for("NVFP4")
     assert method_of(made, LinearBase, "x").compute == "auto"
+    monkeypatch.setenv("MOQEXT_SGLANG_COMPUTE", "fp4")
+    of = {
+        algo: method_of(config_for(algo), LinearBase, "x").compute for algo in ("NVFP4", "W4A16_NVFP4", "FP8")
+    }
+    assert of == {"NVFP4": "fp4", "W4A16_NVFP4": "exact", "FP8": "exact"}
     monkeypatch.setenv("MOQEXT_SGLANG_COMPUTE", "fast")
     with pytest.raises(ValueError, match="MOQEXT_SGLANG_COMPUTE: expected one of exact, auto"):
         config_for("NVFP4")

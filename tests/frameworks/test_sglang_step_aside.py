@@ -97,7 +97,10 @@ def test_an_algorithm_of_tomorrow_is_sglangs_where_it_knows_it(monkeypatch):
         ((10, 0), "NVFP4", "sglang"),
         ((12, 0), "NVFP4", "sglang"),
         ((12, 0), "W4A8_NVFP4_FP8", "moqext"),  # SGLang takes it for NVFP4, with other groups
-        ((10, 0), "FP8", "moqext"),
+        ((10, 0), "FP8", "sglang"),
+        ((8, 9), "FP8", "sglang"),
+        ((8, 0), "FP8", "moqext"),  # which SGLang does not run there
+        ((10, 0), "FP8_PB_WO", "moqext"),  # which it takes for FP8
         ((9, 0), "NVFP4", "moqext"),
         ((7, 5), "FP8", "sglang"),
     ],

@@ -25,6 +25,18 @@ def test_mxfp8_is_the_engines_but_as_fp8_on_hopper():
     assert all(reason is None or reason.runs for reason in found.values())
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 1)])
+def test_gpus_on_which_nothing_ran_are_the_engines(capability):
+    """Unless moqext is asked for."""
+    for algorithm in ("FP8", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP4"):
+        reason = reason_to_step_aside(algorithm, capability)
+        assert reason is not None
+        assert reason.runs
+        assert reason_to_step_aside(algorithm, (9, 0)) is None
+    here = ".".join(map(str, capability))
+    assert reason_to_step_aside("FP8", capability).why.endswith(f"never run on a GPU of capability {here}")
+
+
 def test_what_stands_for_an_unknown_algorithm_runs_in_no_plug_in():
     layers = {"a": {"quant_algo": "NVFP9"}, "b": {"quant_algo": "NVFP4"}}
     document = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}

@@ -184,10 +184,11 @@ def test_an_algorithm_that_neither_runs_is_refused_with_what_both_say():
         ((9, 0), "NVFP4", True),
         ((10, 0), "NVFP4", False),
         ((12, 1), "W4A16_NVFP4", False),
-        ((10, 0), "FP8", True),
+        ((10, 0), "FP8", False),
         ((10, 0), "W4A8_NVFP4_FP8", True),  # vLLM has none
         ((7, 5), "NVFP4", False),
-        ((8, 0), "NVFP4", True),
+        ((8, 0), "NVFP4", False),
+        ((8, 9), "FP8", False),
     ],
 )
 def test_a_gpu_on_which_vllm_is_faster_has_its_methods(gpu, capability, quant_algo, ours):
@@ -219,8 +220,9 @@ def test_force_asks_for_moqext_where_it_runs(gpu, monkeypatch):
         make_config("NVFP4")
 
 
-def test_neighbours_of_faster_linears_stay_with_vllm(gpu):
+def test_neighbours_of_faster_linears_stay_with_vllm(gpu, monkeypatch):
     gpu(10, 0)
+    monkeypatch.setattr("moqext_torch.stepping_aside.RAN_ON", 10)
     config = make_config("MIXED_PRECISION", {NAME: "NVFP4", "model.layers.1.mlp.down_proj": "FP8"})
     assert chosen(config, linear(), "model.layers.1.mlp.down_proj") == OURS
     assert chosen(config, linear()) == "ModelOptLinearMethod"

@@ -1,8 +1,8 @@
 /* Chips, by what the driver tells of them.
  *
  * Rates of configs (search.h) are of one chip, an H200. On another one bytes come as much faster as
- * its memory is, and multiprocessors work as much faster as their clock is. A name says only what
- * attributes cannot. */
+ * its memory is, and multiprocessors work as much faster as their clock is and as those of its
+ * capability multiply in a clock. A name says only what attributes cannot. */
 #ifndef MOQ_CUDA_CHOICE_CHIP_H
 #define MOQ_CUDA_CHOICE_CHIP_H
 
@@ -21,7 +21,12 @@ typedef struct {
 /* Chips that callers may name, from 0 on; NULL past the last. */
 const moq_chip *moq_chip_at(int32_t index);
 
-/* Writes the part of a layer's target that a chip decides. */
+/* A chip that stands for those of a capability: one of the table with the same, else with the same
+ * major version, else an H200, called as it is. */
+moq_chip moq_chip_of(int32_t capability);
+
+/* Writes the part of a layer's target that a chip decides. Attributes that are 0 are taken from
+ * moq_chip_of. */
 void moq_describe_chip(const moq_chip *chip, moq_target *target);
 
 /* Clusters of so many blocks, each with a multiprocessor to itself, that run at once: as counted on

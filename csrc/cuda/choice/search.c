@@ -17,9 +17,11 @@ static double sum_of(const double *counts, const float *rates, int terms) {
     return sum;
 }
 
-static double seconds_of(const moq_load *w, const moq_rates *r, const moq_target *target) {
+static double seconds_of(const moq_configs *f, const moq_load *w, const moq_rates *r,
+                         const moq_target *target) {
     double memory = 1e-6 * w->bytes / (r->bandwidth * target->memory);
-    double inside = sum_of(w->inside, r->inside, MOQ_INSIDE) / target->cores;
+    double cores = f->library ? target->library : target->cores;
+    double inside = sum_of(w->inside, r->inside, MOQ_INSIDE) / cores;
     double beside = sum_of(w->beside, r->beside, MOQ_BESIDE);
     return 1e-6 * (r->launch + beside + norm(memory, inside, r->power));
 }
@@ -29,7 +31,7 @@ moq_found moq_try_config(const moq_configs *f, const moq_problem *p, int config)
     if (config >= f->configs || !f->work(p, config, &w))
         return (moq_found){0, 1, INFINITY};
     const moq_rates *r = &f->rates[w.rates];
-    double seconds = r->bandwidth > 0 ? seconds_of(&w, r, p->target) : NOT_MEASURED;
+    double seconds = r->bandwidth > 0 ? seconds_of(f, &w, r, p->target) : NOT_MEASURED;
     return (moq_found){config, w.blocks, seconds};
 }
 

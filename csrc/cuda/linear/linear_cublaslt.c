@@ -10,6 +10,7 @@
 
 #define LONG       5120 /* columns beyond which K is split, */
 #define MOST_PARTS 3    /* into so many parts at most */
+#define LAUNCH     6e6  /* outputs that are written in the time of a launch */
 
 /* Rows of the rates. */
 typedef enum { TENSOR, VECTOR, AFTER, BLOCK, FOLDED_VECTOR, FOLDED_AFTER, KINDS } kind;
@@ -17,7 +18,7 @@ typedef enum { TENSOR, VECTOR, AFTER, BLOCK, FOLDED_VECTOR, FOLDED_AFTER, KINDS 
 static const moq_rates RATES[KINDS] = {MOQ_RATES_CUBLASLT};
 
 static bool has_one_kind(const moq_linear_spec *spec) {
-    return spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED || spec->weight == MOQ_WEIGHT_E4M3_BLOCK ||
+    return moq_cublaslt_is_fp4(spec) || spec->weight == MOQ_WEIGHT_E4M3_BLOCK ||
            (spec->input == MOQ_INPUT_E4M3_TENSOR && !moq_cublaslt_shares_scale(spec));
 }
 
@@ -46,7 +47,7 @@ static bool work(const moq_problem *p, int config, moq_load *w) {
     if ((config == 0 && !vectors && !has_one_kind(spec)) || (config == 1 && has_one_kind(spec)))
         return false;
     double m = (double)p->tokens, n = (double)spec->out_features, k = (double)spec->in_features;
-    double size = spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED ? MOQ_NVFP4_BYTES : 1;
+    double size = moq_cublaslt_is_fp4(spec) ? MOQ_NVFP4_BYTES : 1;
     int64_t tiles = divide_up(p->tokens, 128) * divide_up(spec->out_features, 128);
     double waves = (double)divide_up(tiles, spec->target.sm_count);
     w->rates = (int)kind_of(spec, config == 1);
@@ -56,7 +57,11 @@ static bool work(const moq_problem *p, int config, moq_load *w) {
     w->inside[1] = size * m * n * k / spec->target.sm_count;
     w->inside[2] = waves;
     w->beside[0] = m * k * (moq_cublaslt_by_partition(spec) ? spec->partition_count : 1);
-    w->beside[1] = (moq_linear_folds(spec) ? n * k : m * n);
+    w->beside[1] = moq_linear_folds(spec) ? n * k : m * n;
+    if (moq_cublaslt_is_fp4(spec)) /* finding alphas, and unpacking */
+        w->beside[1] += LAUNCH * (moq_linear_unpacks(spec) ? 1 + 2 * spec->partition_count : 1);
+    if (moq_linear_unpacks(spec)) /* W read and written, in outputs of two bytes */
+        w->beside[1] += MOQ_NVFP4_BYTES * n * k / (double)spec->target.memory;
     w->beside[2] = parts > 1;
     return true;
 }
@@ -95,9 +100,9 @@ static bool can_run(const moq_linear_spec *spec, int64_t m, char *reason, size_t
 /* Products of NVFP4 codes, both with block scales: since compute capability 10.0. */
 static bool can_run_fp4(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     (void)m;
-    if (!moq_has_capability(spec, 100, reason, size))
+    if (!moq_has_capability(spec, MOQ_FP4_CAPABILITY, reason, size))
         return false;
-    if (spec->weight != MOQ_WEIGHT_E2M1_SWIZZLED || spec->dtype == MOQ_DT_F32) {
+    if (!moq_cublaslt_is_fp4(spec) || spec->dtype == MOQ_DT_F32) {
         snprintf(reason, size,
                  "multiplies NVFP4 codes to 16-bit outputs (compute fp4), the layer is %s with "
                  "compute %s, %s",
@@ -122,6 +127,7 @@ static bool can_run_fp4(const moq_linear_spec *spec, int64_t m, char *reason, si
 MOQ_ENTRY moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err);
 MOQ_ENTRY int64_t moq_cublaslt_workspace(const moq_linear_call *call);
 MOQ_ENTRY uint64_t moq_cublaslt_variants(const moq_linear_call *call);
+MOQ_ENTRY bool moq_cublaslt_ask(const moq_linear_call *call, char *reason, size_t size);
 
 const moq_linear_kernel MOQ_LINEAR_CUBLASLT = {
     {"cuda", "cublaslt", .configs = &CONFIGS, .adds = true, .takes_codes = true, .folds = true},
@@ -129,12 +135,14 @@ const moq_linear_kernel MOQ_LINEAR_CUBLASLT = {
     .workspace = moq_cublaslt_workspace,
     .run = moq_cublaslt_linear,
     .variants = moq_cublaslt_variants,
+    .ask = moq_cublaslt_ask,
 };
 
 const moq_linear_kernel MOQ_LINEAR_CUBLASLT_FP4 = {
-    {"cuda", "cublaslt_fp4", "not yet run on hardware", &CONFIGS, .adds = true},
+    {"cuda", "cublaslt_fp4", "not yet run on hardware", &CONFIGS, .adds = true, .quantizes = true},
     can_run_fp4,
     .workspace = moq_cublaslt_workspace,
     .run = moq_cublaslt_linear,
     .variants = moq_cublaslt_variants,
+    .ask = moq_cublaslt_ask,
 };

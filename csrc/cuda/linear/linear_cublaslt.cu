@@ -14,16 +14,19 @@
  *   / 128 rounded up to 4, which are the layer's own if that rounds nothing;
  * - NVFP4: block scales of 16 columns in swizzled order, prepared so for each partition of W, and
  *   as alpha the product of both second-level scales, which a kernel computes on the device for
- *   each partition.
+ *   each partition: pointers to device memory are described for every type of product. Packed
+ *   weights (compute "auto") become such codes and scales in the workspace, some rows at a time.
  *
- * The library adds a bias of y's own 16-bit dtype and writes to addresses and rows that are
- * multiples of 16. Other outputs, those with a low-rank part, and a number of tokens that was
- * rounded up, pass through the workspace and one more kernel, which costs the time to move y twice.
+ * The library adds a bias of y's own 16-bit dtype, but not to NVFP4, of which nobody has tried it,
+ * and writes to addresses and rows that are multiples of 16. Other outputs, those with a low-rank
+ * part, and a number of tokens that was rounded up, pass through the workspace and one more kernel,
+ * which costs the time to move y twice.
  *
  * What bounds it: the tensor cores from some hundred tokens on, reading W before that. Chips that
  * it ran on: docs/results/README.md. */
 #include "core/formats.h"
 #include "core/invariant.h"
+#include "core/nvfp4_packed.h"
 #include "core/sizes.h"
 #include "core/swizzle.h"
 #include "cuda/device/load.h"
@@ -32,8 +35,11 @@
 #include "cuda/linear/linear_cublaslt.h"
 #include "cuda/runtime/cublaslt_api.h"
 #include "cuda/runtime/launch.h"
+#include "cuda/tensor/cuda_nvfp4_pack.h"
 #include "cuda/tensor/cuda_quantize.h"
 #include "cuda/tensor/nvfp4_unpack.h"
+
+#include <stdio.h>
 
 namespace moq::cublaslt {
 
@@ -43,7 +49,7 @@ namespace moq::cublaslt {
 static moq_scaling scaling_of(const moq_linear_spec *spec) {
     if (spec->weight == MOQ_WEIGHT_E4M3_BLOCK)
         return MOQ_SCALED_BLOCK;
-    if (spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
+    if (moq_cublaslt_is_fp4(spec))
         return MOQ_SCALED_NVFP4;
     bool scalars = spec->input == MOQ_INPUT_E4M3_TENSOR && !moq_cublaslt_shares_scale(spec);
     return scalars ? MOQ_SCALED_TENSOR : MOQ_SCALED_VECTOR;
@@ -74,7 +80,8 @@ typedef struct {
         alphas; /* NVFP4: scale found by quantization, and an alpha for each partition */
     int64_t library_bytes;
     int64_t w_codes, w_factor; /* W as FP8: codes of some rows, scales of all */
-    bool folds;                /* W is packed NVFP4 */
+    bool folds;                /* W is packed NVFP4 that becomes FP8, */
+    bool unpacks;              /* or codes and swizzled scales */
     bool moves_scales;         /* w_scale is the layer's, with rows of `columns`, aligned */
     bool aligns_inputs;        /* input_scale is the layer's, each aligned to 16 bytes */
     bool scales_after;         /* the library does not scale */
@@ -97,7 +104,8 @@ static void results_layout(const moq_linear_call *call, const moq_output *y, lay
                     (call->m == 1 || (y->stride >= n && y->stride * size % 16 == 0));
     l->scales_after = scales_after(call);
     bool after = l->scales_after || call->spec->rank > 0; /* the last kernel has more to do */
-    l->fused_bias = y->bias && !after && y->bias_dtype == y->dtype && moq_cublaslt_takes(y->bias);
+    l->fused_bias = y->bias && !after && scaling_of(call->spec) != MOQ_SCALED_NVFP4 &&
+                    y->bias_dtype == y->dtype && moq_cublaslt_takes(y->bias);
     l->direct = rows_fit && l->rows == call->m && !after && (!y->bias || l->fused_bias);
     bool exact = after || (y->bias && !l->fused_bias); /* rounded by the last kernel */
     l->sums_dtype = exact ? MOQ_DT_F32 : y->dtype;
@@ -133,6 +141,8 @@ static int64_t swizzled_bytes(int64_t rows, int64_t k) {
 
 static int64_t w_scale_bytes(const moq_linear_spec *spec, const layout *l) {
     int64_t blocks = moq_linear_block_rows(spec); /* swizzled scales have tiles of as many rows */
+    if (l->unpacks)
+        return swizzled_bytes(moq_cublaslt_unpacked_rows(spec), spec->in_features);
     if (scaling_of(spec) == MOQ_SCALED_NVFP4)
         return blocks * swizzled_bytes(MOQ_SWIZZLE_ROWS, spec->in_features);
     return 4 * (scaling_of(spec) == MOQ_SCALED_BLOCK ? blocks * l->columns : spec->out_features);
@@ -149,8 +159,9 @@ static layout workspace_layout(const moq_linear_call *call) {
     l.columns = round_up(blocks, 4);
     l.code_bytes = nvfp4 ? k / 2 : k;
     l.folds = folds;
+    l.unpacks = moq_linear_unpacks(spec);
     l.moves_scales = block   ? l.columns != blocks || !moq_cublaslt_takes(call->weight_scale)
-                     : nvfp4 ? !moq_cublaslt_takes(call->weight_scale)
+                     : nvfp4 ? l.unpacks || !moq_cublaslt_takes(call->weight_scale)
                              : !folds && !moq_cublaslt_takes(call->output_scale);
     l.aligns_inputs = scaling_of(spec) == MOQ_SCALED_TENSOR && call->input_scale &&
                       (spec->partition_count > 1 || !moq_cublaslt_takes(call->input_scale));
@@ -163,7 +174,9 @@ static layout workspace_layout(const moq_linear_call *call) {
     l.alphas = take(&l, nvfp4 ? spec->partition_count * ALPHA : 0);
     l.x_vector = take(&l, l.repeats_scale ? l.rows * 4 : 0);
     l.input_scale = take(&l, l.aligns_inputs ? spec->partition_count * 16 : 0);
-    l.w_codes = take(&l, folds ? moq_cublaslt_folded_rows(spec) * k : 0);
+    l.w_codes = take(&l, folds       ? moq_cublaslt_folded_rows(spec) * k
+                         : l.unpacks ? moq_cublaslt_unpacked_rows(spec) * k / 2
+                                     : 0);
     l.w_factor = take(&l, folds ? spec->out_features * 4 : 0);
     l.w_scale = take(&l, l.moves_scales ? w_scale_bytes(spec, &l) : 0);
     moq_cuda_quantize q = quantization(call, &l);
@@ -189,8 +202,22 @@ typedef struct {
     int64_t begin, rows, first_block;
 } segment;
 
+/* Returns a part of a partition's rows. */
+static segment unpacked_segment(const moq_linear_spec *spec, int index) {
+    int64_t most = moq_cublaslt_unpacked_rows(spec);
+    segment s = {0, 0, 0, 0};
+    for (int64_t end = spec->partition[0];; end += spec->partition[++s.partition])
+        for (; s.begin < end; s.begin += s.rows) {
+            s.rows = min(most, end - s.begin);
+            if (index-- == 0)
+                return s;
+        }
+}
+
 static segment segment_at(const moq_linear_spec *spec, int index) {
     segment s = {index, 0, spec->out_features, 0};
+    if (moq_linear_unpacks(spec))
+        return unpacked_segment(spec, index);
     if (moq_linear_folds(spec)) {
         int64_t rows = moq_cublaslt_folded_rows(spec), begin = index * rows;
         return {0, begin, begin + rows < s.rows ? rows : s.rows - begin, 0};
@@ -210,6 +237,12 @@ static int segments_of(const moq_linear_spec *spec) {
         int64_t rows = moq_cublaslt_folded_rows(spec);
         return (int)((spec->out_features + rows - 1) / rows);
     }
+    if (moq_linear_unpacks(spec)) {
+        int64_t rows = moq_cublaslt_unpacked_rows(spec), count = 0;
+        for (int i = 0; i < spec->partition_count; i++)
+            count += (spec->partition[i] + rows - 1) / rows;
+        return (int)count;
+    }
     return moq_cublaslt_by_partition(spec) ? spec->partition_count : 1;
 }
 
@@ -226,6 +259,8 @@ static const void *w_scale_of(const moq_linear_call *call, const layout *l, cons
     const uint8_t *all = (const uint8_t *)(blocks ? call->weight_scale : row_factors(call, l));
     if (l->moves_scales)
         all = (const uint8_t *)call->workspace + l->w_scale;
+    if (l->unpacks) /* of this segment alone */
+        return all;
     if (scaling == MOQ_SCALED_NVFP4)
         return all + s->first_block * swizzled_bytes(MOQ_SWIZZLE_ROWS, call->spec->in_features);
     return all + 4 * (scaling == MOQ_SCALED_BLOCK ? s->first_block * l->columns : s->begin);
@@ -255,7 +290,8 @@ static moq_matmul product(const moq_linear_call *call, const layout *l, const se
     moq_matmul p = {};
     p.device = call->spec->device.index;
     p.scaling = l->scales_after ? MOQ_SCALED_TENSOR : scaling_of(call->spec);
-    p.fast_accum = call->spec->fast_accum && p.scaling != MOQ_SCALED_BLOCK;
+    p.fast_accum = call->spec->fast_accum &&
+                   (p.scaling == MOQ_SCALED_TENSOR || p.scaling == MOQ_SCALED_VECTOR);
     if (p.scaling == MOQ_SCALED_NVFP4)
         p.alpha = (const float *)(memory + l->alphas + ALPHA * s->partition);
     p.m = l->rows;
@@ -263,7 +299,7 @@ static moq_matmul product(const moq_linear_call *call, const layout *l, const se
     p.k = call->spec->in_features;
     p.x_stride = p.k;
     p.x = call->spec->quantized_input ? (const uint8_t *)call->x->data : memory + l->codes;
-    p.w = l->folds ? memory + l->w_codes : call->weight + s->begin * l->code_bytes;
+    p.w = l->folds || l->unpacks ? memory + l->w_codes : call->weight + s->begin * l->code_bytes;
     p.x_scale = l->scales_after ? NULL : x_scale_of(call, l, s);
     p.w_scale = l->scales_after ? NULL : w_scale_of(call, l, s);
     p.dtype = l->direct ? y.dtype : l->sums_dtype;
@@ -293,7 +329,7 @@ static moq_status place_scales(const moq_linear_call *call, const layout *l, moq
     if (l->aligns_inputs)
         MOQ_TRY(spread(call, l->input_scale, 16, call->input_scale, 4, call->spec->partition_count,
                        err));
-    if (!l->moves_scales)
+    if (!l->moves_scales || l->unpacks)
         return MOQ_OK;
     const moq_linear_spec *spec = call->spec;
     int64_t bytes = w_scale_bytes(spec, l);
@@ -404,6 +440,21 @@ static uint32_t variants_from(moq_linear_call call, int32_t first) {
     return ((1u << moq_matmul_variants(&p)) - 1) << first;
 }
 
+extern "C" bool moq_cublaslt_ask(const moq_linear_call *call, char *reason, size_t size) {
+    layout l = workspace_layout(call);
+    moq_err err;
+    char message[MOQ_MESSAGE_SIZE];
+    for (int i = 0; i < segments_of(call->spec); i++) {
+        segment s = segment_at(call->spec, i);
+        moq_matmul p = product(call, &l, &s);
+        if (moq_matmul_ask(&p, &err) == MOQ_OK)
+            continue;
+        snprintf(reason, size, "%s", moq_err_message(&err, message));
+        return false;
+    }
+    return true;
+}
+
 extern "C" uint64_t moq_cublaslt_variants(const moq_linear_call *call) {
     uint32_t first = variants_from(*call, 0);
     return has_two_orders(call->spec) ? first | variants_from(*call, MOQ_MAX_ALGORITHMS) : first;
@@ -428,13 +479,36 @@ static moq_status fold_segment(const moq_linear_call *call, const layout *l, con
     return moq_cuda_nvfp4_unpack(&u, err);
 }
 
+/* Unpacks codes and scales of W of a segment, whose rows begin at a slab. The library wants scales
+ * beyond its rows and columns to be zero. */
+static moq_status unpack_segment(const moq_linear_call *call, const layout *l, const segment *s,
+                                 moq_err *err) {
+    uint8_t *memory = (uint8_t *)call->workspace;
+    int64_t k = call->spec->in_features, unit = moq_pack_blocks(k) * MOQ_PACK_BYTES;
+    MOQ_ASSERT(s->begin % MOQ_PACK_ROWS == 0);
+    if (s->rows % MOQ_SWIZZLE_ROWS != 0 || k % MOQ_PACK_K != 0)
+        MOQ_TRY(moq_cuda_fill(memory + l->w_scale, 0, (size_t)swizzled_bytes(s->rows, k),
+                              call->stream, err));
+    moq_nvfp4_unpack u = {};
+    u.packed = call->weight + s->begin / MOQ_PACK_ROWS * unit;
+    u.experts = 1;
+    u.rows = s->rows;
+    u.columns = k;
+    u.group = MOQ_NVFP4_GROUP;
+    u.codes = memory + l->w_codes;
+    u.scales = memory + l->w_scale;
+    u.swizzled = true;
+    return moq_cuda_unpack_nvfp4(&u, call->stream, err);
+}
+
 static moq_status run_segment(const moq_linear_call *call, const layout *l, int index,
                               moq_err *err) {
     segment s = segment_at(call->spec, index);
     moq_cuda_quantize q = quantization(call, l);
     if (index > 0 && q.given)
         q.given += s.partition;
-    bool other_scale = q.given && !call->spec->one_input_scale;
+    bool begins = index > 0 && segment_at(call->spec, index - 1).partition != s.partition;
+    bool other_scale = q.given && !call->spec->one_input_scale && begins;
     if (!call->spec->quantized_input && (index == 0 || other_scale))
         MOQ_TRY(moq_cuda_quantize_rows(&q, err));
     if (index == 0 && scaling_of(call->spec) == MOQ_SCALED_NVFP4)
@@ -443,6 +517,8 @@ static moq_status run_segment(const moq_linear_call *call, const layout *l, int 
         MOQ_TRY(repeat_scale(call, l, err));
     if (l->folds)
         MOQ_TRY(fold_segment(call, l, &s, err));
+    if (l->unpacks)
+        MOQ_TRY(unpack_segment(call, l, &s, err));
     moq_matmul p = product(call, l, &s);
     MOQ_TRY(moq_matmul_run(&p, err));
     return moq_cuda_settle((cudaStream_t)call->stream, WHAT, err);

@@ -35,11 +35,26 @@ static inline int64_t moq_cublaslt_folded_rows(const moq_linear_spec *spec) {
     return rows < n ? rows : n;
 }
 
+/* Whether codes of e2m1 are multiplied, with swizzled scales. */
+static inline bool moq_cublaslt_is_fp4(const moq_linear_spec *spec) {
+    return spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED || moq_linear_unpacks(spec);
+}
+
+/* Rows of packed NVFP4 weights that are codes of e2m1 in the workspace at a time: 128 MB of codes
+ * at most, of one partition. */
+static inline int64_t moq_cublaslt_unpacked_rows(const moq_linear_spec *spec) {
+    int64_t most = (256 << 20) / spec->in_features / 128 * 128, rows = 0;
+    for (int i = 0; i < spec->partition_count; i++)
+        rows = spec->partition[i] > rows ? spec->partition[i] : rows;
+    most = most < 128 ? 128 : most;
+    return rows < most ? rows : most;
+}
+
 /* Whether the library multiplies partition by partition: where each partition has a scale of its
  * own for all of x, or begins a block of scales where a fused matrix would not. Partitions are then
  * multiples of 16 rows. */
 static inline bool moq_cublaslt_by_partition(const moq_linear_spec *spec) {
-    if (spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED)
+    if (moq_cublaslt_is_fp4(spec))
         return spec->partition_count > 1;
     if (spec->weight != MOQ_WEIGHT_E4M3_BLOCK)
         return spec->input == MOQ_INPUT_E4M3_TENSOR && spec->partition_count > 1 &&

@@ -64,9 +64,10 @@ static bool can_run(const moq_linear_spec *spec, int64_t m, char *reason, size_t
 MOQ_ENTRY moq_status moq_cublaslt_general_linear(const moq_linear_call *call, moq_err *err);
 MOQ_ENTRY int64_t moq_cublaslt_general_workspace(const moq_linear_call *call);
 MOQ_ENTRY uint64_t moq_cublaslt_general_variants(const moq_linear_call *call);
+MOQ_ENTRY bool moq_cublaslt_general_ask(const moq_linear_call *call, char *reason, size_t size);
 
 const moq_linear_kernel MOQ_LINEAR_CUBLASLT_GENERAL = {
     {"cuda", "cublaslt_general", .configs = &CONFIGS}, can_run,
     .workspace = moq_cublaslt_general_workspace,       .run = moq_cublaslt_general_linear,
-    .variants = moq_cublaslt_general_variants,
+    .variants = moq_cublaslt_general_variants,         .ask = moq_cublaslt_general_ask,
 };

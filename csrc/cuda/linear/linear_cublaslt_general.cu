@@ -21,6 +21,8 @@
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/cuda_round.h"
 
+#include <stdio.h>
+
 namespace moq::cublaslt_general {
 
 using namespace moq::simt;
@@ -252,6 +254,23 @@ extern "C" uint64_t moq_cublaslt_general_variants(const moq_linear_call *call) {
     segment s = {0, 0, l.rows};
     moq_matmul p = product(call, &l, &s, 0);
     return (1ull << moq_matmul_variants(&p)) - 1;
+}
+
+/* Asks about as many rows of W as are multiplied at a time, and about those that are left. */
+extern "C" bool moq_cublaslt_general_ask(const moq_linear_call *call, char *reason, size_t size) {
+    layout l = workspace_layout(call);
+    int64_t left = call->spec->out_features % l.rows;
+    moq_err err;
+    char message[MOQ_MESSAGE_SIZE];
+    for (int i = 0; i < (left ? 2 : 1) * l.passes; i++) {
+        segment s = {0, 0, i < l.passes ? l.rows : left};
+        moq_matmul p = product(call, &l, &s, i % l.passes);
+        if (moq_matmul_ask(&p, &err) == MOQ_OK)
+            continue;
+        snprintf(reason, size, "%s", moq_err_message(&err, message));
+        return false;
+    }
+    return true;
 }
 
 /* Runs the rows of W from `begin` to `end`, of a partition or of all. */

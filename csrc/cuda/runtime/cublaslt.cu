@@ -113,7 +113,12 @@ static moq_status make_handle(int32_t device, void *stream, moq_err *err) {
         return moq_fail(err, MOQ_ERR_INTERNAL,
                         "the first call of cuBLASLt on a device cannot be captured into a graph: "
                         "call once outside of the capture");
+    /* Layers ask for algorithms while another stream is captured, which making a handle in the
+     * usual mode would break off. */
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
     int32_t status = state.api.cublasLtCreate(&state.handle[device]);
+    cudaThreadExchangeStreamCaptureMode(&mode);
     if (status == MOQ_CUBLAS_STATUS_SUCCESS)
         return MOQ_OK;
     return moq_fail(err, MOQ_ERR_INTERNAL, "cublasLtCreate: %s",

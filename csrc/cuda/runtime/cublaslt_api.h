@@ -28,7 +28,7 @@ typedef enum {
 typedef struct {
     int32_t device; /* the current one */
     moq_scaling scaling;
-    bool fast_accum;    /* sums stay in the tensor cores; for scales of tensors and vectors */
+    bool fast_accum; /* sums of FP8 stay in the tensor cores; with scales of tensors and vectors */
     moq_dtype operands; /* of x and w, for MOQ_UNSCALED: bfloat16, float16 or int8 */
     bool accumulate;    /* adds to y */
     int64_t m, n, k;
@@ -53,6 +53,10 @@ typedef struct {
 
 /* Returns the number of algorithms for a product; 0 if the library has none or is absent. */
 int moq_matmul_variants(const moq_matmul *p);
+/* Asks the library for algorithms: MOQ_ERR_UNSUPPORTED if it has none. What it says is kept, so
+ * that moq_matmul_run of a product like this one finds it. The memory of the product is not
+ * touched. */
+moq_status moq_matmul_ask(const moq_matmul *p, moq_err *err);
 moq_status moq_matmul_run(const moq_matmul *p, moq_err *err);
 
 #endif

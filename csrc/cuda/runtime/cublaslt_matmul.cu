@@ -109,8 +109,9 @@ static moq_status describe(const moq_cublaslt_api *api, const moq_matmul *p, int
                                                        integers ? MOQ_CUDA_R_32I : MOQ_CUDA_R_32F),
                   "cublasLtMatmulDescInit", err));
     MOQ_TRY(set_int(api, d, MOQ_CUBLASLT_MATMUL_DESC_TRANSA, MOQ_CUBLAS_OP_T, err));
-    int8_t fast = p->fast_accum;
-    MOQ_TRY(set(api, d, MOQ_CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof fast, err));
+    int8_t fast = 1; /* described for FP8 alone, and 0 unless it is set */
+    if (p->fast_accum)
+        MOQ_TRY(set(api, d, MOQ_CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof fast, err));
     if (p->alpha)
         MOQ_TRY(set_int(api, d, MOQ_CUBLASLT_MATMUL_DESC_POINTER_MODE,
                         MOQ_CUBLASLT_POINTER_MODE_DEVICE, err));
@@ -131,7 +132,9 @@ typedef struct {
 
 typedef struct {
     algorithm_key key;
-    int count; /* 0 for a free place */
+    bool asked;     /* else a free place */
+    int32_t status; /* what the library said */
+    int count;      /* 0: it has none */
     moq_cublaslt_algorithm algorithm[MOQ_MAX_ALGORITHMS];
 } algorithm_list;
 
@@ -207,16 +210,23 @@ static moq_status ask(const moq_cublaslt_api *api, void *handle, const moq_matmu
         api->cublasLtMatmulAlgoGetHeuristic(handle, &d.product, &d.w, &d.x, &d.y, &d.y, &preference,
                                             MOQ_MAX_ALGORITHMS, result, &found);
     list->key = *key;
+    list->asked = true;
+    list->status = status;
     list->count = 0;
     for (int i = 0; status == MOQ_CUBLAS_STATUS_SUCCESS && i < found; i++)
         if (result[i].state == MOQ_CUBLAS_STATUS_SUCCESS)
             list->algorithm[list->count++] = result[i].algorithm;
-    if (list->count)
-        return MOQ_OK;
-    return moq_fail(err, MOQ_ERR_UNSUPPORTED,
-                    "cuBLASLt has no algorithm for x [%lld, %lld] times weight [%lld, %lld] (%s)",
-                    (long long)p->m, (long long)p->k, (long long)p->n, (long long)p->k,
-                    api->cublasLtGetStatusName(status));
+    return MOQ_OK;
+}
+
+static moq_status refuse(const moq_cublaslt_api *api, const moq_matmul *p, int32_t status,
+                         moq_err *err) {
+    int version = (int)api->cublasLtGetVersion();
+    return moq_fail(
+        err, MOQ_ERR_UNSUPPORTED,
+        "cuBLASLt %d.%d.%d has no algorithm for %lld tokens times weight [%lld, %lld] (%s)",
+        version / 10000, version / 100 % 100, version % 100, (long long)p->m, (long long)p->n,
+        (long long)p->k, api->cublasLtGetStatusName(status));
 }
 
 /* Returns algorithm `variant`, or the last one; `count` is the number of algorithms. */
@@ -226,9 +236,13 @@ static moq_status find_algorithm(const moq_cublaslt_api *api, void *handle, cons
     moq_status status = MOQ_OK;
     pthread_mutex_lock(&kept.lock);
     algorithm_list *list = place_of(&key);
-    if (!list->count || memcmp(&list->key, &key, sizeof key) != 0)
+    if (!list->asked || memcmp(&list->key, &key, sizeof key) != 0) {
+        list->asked = false;
         status = ask(api, handle, p, &key, list, err);
-    *count = list->count;
+    }
+    *count = list->asked ? list->count : 0;
+    if (status == MOQ_OK && !list->count)
+        status = refuse(api, p, list->status, err);
     if (status == MOQ_OK)
         *algorithm = list->algorithm[p->variant < list->count ? p->variant : list->count - 1];
     pthread_mutex_unlock(&kept.lock);
@@ -237,15 +251,25 @@ static moq_status find_algorithm(const moq_cublaslt_api *api, void *handle, cons
 
 /* ---- the product ---- */
 
-int moq_matmul_variants(const moq_matmul *p) {
+static moq_status count_algorithms(const moq_matmul *p, int *count, moq_err *err) {
     const moq_cublaslt_api *api;
     void *handle;
     moq_cublaslt_algorithm algorithm;
+    *count = 0;
+    MOQ_TRY(moq_cublaslt_open(p->device, p->stream, &api, &handle, err));
+    return find_algorithm(api, handle, p, &algorithm, count, err);
+}
+
+int moq_matmul_variants(const moq_matmul *p) {
     moq_err err;
-    int count = 0;
-    if (moq_cublaslt_open(p->device, p->stream, &api, &handle, &err) == MOQ_OK)
-        find_algorithm(api, handle, p, &algorithm, &count, &err);
+    int count;
+    count_algorithms(p, &count, &err);
     return count;
+}
+
+moq_status moq_matmul_ask(const moq_matmul *p, moq_err *err) {
+    int count;
+    return count_algorithms(p, &count, err);
 }
 
 moq_status moq_matmul_run(const moq_matmul *p, moq_err *err) {

@@ -18,6 +18,7 @@
 
 #include "core/formats.h"
 #include "core/nvfp4_packed.h"
+#include "core/swizzle.h"
 #include "cuda/device/load.h"
 #include "cuda/runtime/launch.h"
 
@@ -506,7 +507,10 @@ static __global__ void __launch_bounds__(THREADS) unpack(moq_nvfp4_unpack p) {
             row += blockIdx.y * p.rows;
             store_codes<ALIGNED>(p.codes + row * (p.columns / 2) + (int64_t)mine.group * 8,
                                  out.codes[h]);
-            if (p.group == 16)
+            if (p.swizzled)
+                p.scales[moq_swizzle_at(row, mine.group,
+                                        moq_swizzle_across(p.columns / MOQ_NVFP4_GROUP))] = scale;
+            else if (p.group == 16)
                 p.scales[row * (p.columns / 16) + mine.group] = scale;
             else if (mine.group % 2 == 0)
                 p.scales[row * (p.columns / 32) + mine.group / 2] = scale;

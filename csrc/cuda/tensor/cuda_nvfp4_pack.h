@@ -51,6 +51,8 @@ typedef struct {
     int32_t group;
     uint8_t *codes;  /* [experts, rows, columns / 2] */
     uint8_t *scales; /* [experts, rows, columns / group] */
+    bool swizzled;   /* scales of one matrix, for 16 columns, in the order of core/swizzle.h; what
+                        pads it is not written */
 } moq_nvfp4_unpack;
 
 moq_status moq_cuda_unpack_nvfp4(const moq_nvfp4_unpack *unpack, void *stream, moq_err *err);
