@@ -237,6 +237,7 @@ def linear_plan(
     fast_accum: bool = False,
     one_input_scale: bool = False,
     quantized_input: bool = False,
+    batch_invariant: bool = False,
     rank: int | None = None,
     pretend: bool = False,
 ) -> LinearPlan: ...
@@ -282,6 +283,7 @@ def moe_plan(
     interleaved: bool,
     capability: str | None = None,
     quantized_input: bool = False,
+    batch_invariant: bool = False,
 ) -> MoEPlan: ...
 
 @final

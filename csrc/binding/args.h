@@ -9,7 +9,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define MOQ_MAX_ARGS 18
+#define MOQ_MAX_ARGS 19
 
 typedef struct {
     const char *function; /* for messages, e.g. "linear" */

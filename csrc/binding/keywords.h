@@ -9,6 +9,7 @@
     X(alpha)                                                                                       \
     X(amax)                                                                                        \
     X(apply_router_weight_on_input)                                                                \
+    X(batch_invariant)                                                                             \
     X(beta)                                                                                        \
     X(bias)                                                                                        \
     X(capability)                                                                                  \

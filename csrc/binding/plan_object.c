@@ -192,8 +192,9 @@ static PyObject *describe_config(const moq_plan *plan, int kernel, const moq_pro
                                  int config) {
     const moq_configs *family = plan->operation->kernels[kernel]->configs;
     moq_load w = {.rates = config};
-    if (!family->work(p, config, &w))
+    if (!(moq_try_config(family, p, config).seconds < INFINITY))
         return Py_NewRef(Py_None);
+    family->work(p, config, &w);
     PyObject *name = name_of(plan->operation->kernels[kernel]);
     return name ? Py_BuildValue("(Nii(ddddddd)d)", name, config, w.rates, w.bytes, w.inside[0],
                                 w.inside[1], w.inside[2], w.beside[0], w.beside[1], w.beside[2],

@@ -19,23 +19,23 @@ typedef struct {
 
 /* ---- construction ---- */
 
-static const moq_signature LINEAR_PLAN = {"linear_plan",
-                                          13,
-                                          7,
-                                          13,
-                                          {KW_quant_algo, KW_in_features, KW_out_partitions,
-                                           KW_group_size, KW_dtype, KW_device, KW_compute,
-                                           KW_capability, KW_fast_accum, KW_one_input_scale,
-                                           KW_quantized_input, KW_rank, KW_pretend}};
+static const moq_signature LINEAR_PLAN = {
+    "linear_plan",
+    14,
+    7,
+    14,
+    {KW_quant_algo, KW_in_features, KW_out_partitions, KW_group_size, KW_dtype, KW_device,
+     KW_compute, KW_capability, KW_fast_accum, KW_one_input_scale, KW_quantized_input,
+     KW_batch_invariant, KW_rank, KW_pretend}};
 
-/* fast_accum, one_input_scale and quantized_input, each of which may be absent. */
+/* fast_accum, one_input_scale, quantized_input and batch_invariant, each of which may be absent. */
 static int parse_options(moq_state *state, PyObject **v, moq_linear_spec *spec) {
     moq_err err;
-    int given[3];
-    for (int i = 0; i < 3; i++)
+    int given[4];
+    for (int i = 0; i < 4; i++)
         if ((given[i] = v[i] ? PyObject_IsTrue(v[i]) : 0) < 0)
             return -1;
-    moq_linear_options options = {given[0], given[1], given[2]};
+    moq_linear_options options = {given[0], given[1], given[2], given[3]};
     if (moq_linear_apply_options(&options, spec, &err) == MOQ_OK)
         return 0;
     moq_raise(state, &err);
@@ -58,13 +58,13 @@ static int resolve(moq_state *state, PyObject **v, linear_object *self) {
     if (!moq_arg_absent(v[3]) &&
         moq_arg_int(v[3], "group_size", 1, INT32_MAX, &names.group_size) < 0)
         return -1;
-    if (!moq_arg_absent(v[11]) && moq_arg_int(v[11], "rank", 1, INT32_MAX, &names.rank) < 0)
+    if (!moq_arg_absent(v[12]) && moq_arg_int(v[12], "rank", 1, INT32_MAX, &names.rank) < 0)
         return -1;
     if (moq_linear_resolve(&names, dtype, spec, &err) != MOQ_OK) {
         moq_raise(state, &err);
         return -1;
     }
-    int pretend = v[12] ? PyObject_IsTrue(v[12]) : 0;
+    int pretend = v[13] ? PyObject_IsTrue(v[12]) : 0;
     if (pretend < 0 || parse_options(state, v + 8, spec) < 0 ||
         moq_plan_find_target(state, v[7], pretend, spec->device, &spec->target) < 0)
         return -1;
@@ -75,7 +75,7 @@ static int resolve(moq_state *state, PyObject **v, linear_object *self) {
 static PyObject *linear_plan(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
                              PyObject *kwnames) {
     moq_state *state = moq_module_state(module);
-    PyObject *v[13];
+    PyObject *v[14];
     moq_err err;
     if (moq_args_parse(state, &LINEAR_PLAN, args, nargs, kwnames, v) < 0)
         return NULL;
@@ -192,9 +192,9 @@ static PyMethodDef METHODS[] = {
     {"linear_plan", (PyCFunction)(void (*)(void))linear_plan, METH_FASTCALL | METH_KEYWORDS,
      "linear_plan(quant_algo, in_features, out_partitions, group_size, dtype, device, compute, "
      "capability=None, fast_accum=False, one_input_scale=False, quantized_input=False, "
-     "rank=None, pretend=False) -> LinearPlan; capability: \"9.0\" plans for a chip that may not "
-     "be "
-     "here; pretend: and asks cuBLASLt, and runs on the device that is"},
+     "batch_invariant=False, rank=None, pretend=False) -> LinearPlan; capability: \"9.0\" plans "
+     "for a "
+     "chip that may not be here; pretend: and asks cuBLASLt, and runs on the device that is"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -40,6 +40,7 @@ enum {
     INTERLEAVED,
     CAPABILITY,
     QUANTIZED,
+    INVARIANT,
     ARGS
 };
 
@@ -50,7 +51,7 @@ static const moq_signature MOE_PLAN = {
     ARGS,
     {KW_quant_algo, KW_num_experts, KW_hidden_size, KW_intermediate_size, KW_top_k, KW_activation,
      KW_gated, KW_group_size, KW_dtype, KW_device, KW_compute, KW_global_num_experts, KW_alpha,
-     KW_beta, KW_limit, KW_interleaved, KW_capability, KW_quantized_input}};
+     KW_beta, KW_limit, KW_interleaved, KW_capability, KW_quantized_input, KW_batch_invariant}};
 
 /* A number, or NaN where there is none. */
 static int take_number(PyObject *value, const char *name, double *out) {
@@ -86,9 +87,12 @@ static int take_sizes(PyObject **v, moq_moe_names *names) {
 
 static int take_names(PyObject **v, moq_moe_names *names) {
     int gated = PyObject_IsTrue(v[GATED]), codes = v[QUANTIZED] ? PyObject_IsTrue(v[QUANTIZED]) : 0;
+    int invariant = v[INVARIANT] ? PyObject_IsTrue(v[INVARIANT]) : 0;
     names->gated = gated > 0;
     names->quantized_input = codes > 0;
-    if (gated < 0 || codes < 0 || !(names->algo = moq_arg_text(v[ALGO], "quant_algo")) ||
+    names->batch_invariant = invariant > 0;
+    if (gated < 0 || codes < 0 || invariant < 0 ||
+        !(names->algo = moq_arg_text(v[ALGO], "quant_algo")) ||
         !(names->activation = moq_arg_text(v[ACTIVATION], "activation")) ||
         !(names->dtype = moq_arg_text(v[DTYPE], "dtype")) ||
         !(names->compute = moq_arg_text(v[COMPUTE], "compute")) ||
@@ -303,7 +307,7 @@ static PyMethodDef METHODS[] = {
     {"moe_plan", (PyCFunction)(void (*)(void))moe_plan, METH_FASTCALL | METH_KEYWORDS,
      "moe_plan(quant_algo, num_experts, hidden_size, intermediate_size, top_k, activation, gated, "
      "group_size, dtype, device, compute, global_num_experts, alpha, beta, limit, interleaved, "
-     "capability=None, quantized_input=False) -> MoEPlan"},
+     "capability=None, quantized_input=False, batch_invariant=False) -> MoEPlan"},
     {NULL, NULL, 0, NULL},
 };
 

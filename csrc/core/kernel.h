@@ -38,6 +38,9 @@ typedef struct {
     bool takes_codes; /* it runs layers whose x is codes: moq_linear_spec.quantized_input */
     bool folds;       /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds), */
     bool quantizes;   /* or their own codes by e2m1 codes of x */
+    /* It runs batch_invariant layers, with any number of tokens: in configs that `configs` lets
+     * those have, a row is summed in one order, whatever other rows there are. */
+    bool row_order_fixed;
 } moq_kernel;
 
 typedef struct {

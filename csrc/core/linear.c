@@ -43,6 +43,7 @@ moq_status moq_linear_apply_options(const moq_linear_options *options, moq_linea
                            "is for FP8 products, %s with compute \"%s\" has none", spec->algo,
                            moq_compute_name(spec->compute));
     spec->fast_accum = options->fast_accum;
+    spec->batch_invariant = options->batch_invariant;
     if (options->one_input_scale)
         MOQ_TRY(moq_weight_promise_one_input_scale(&spec->matrix, err));
     return options->quantized_input ? take_codes(spec, err) : MOQ_OK;
@@ -51,15 +52,22 @@ moq_status moq_linear_apply_options(const moq_linear_options *options, moq_linea
 void moq_linear_settle_choice(moq_linear_spec *spec) {
     bool nvfp4 = spec->checkpoint_input_scale && spec->group_size == MOQ_NVFP4_GROUP;
     if (!moq_linear_has_choice(spec) || !nvfp4 || spec->dtype == MOQ_DT_F32 ||
-        spec->target.capability < MOQ_FP4_CAPABILITY)
+        spec->batch_invariant || spec->target.capability < MOQ_FP4_CAPABILITY)
         return;
     spec->choice = MOQ_COMPUTE_FP4;
     spec->input = MOQ_INPUT_NVFP4;
 }
 
+/* True where a call without input_scale finds one scale from all rows of x. */
+static bool finds_scale_of_x(const moq_linear_spec *spec) {
+    moq_input_mode input = moq_linear_input_without_scale(spec);
+    return input == MOQ_INPUT_E4M3_TENSOR || input == MOQ_INPUT_NVFP4;
+}
+
 static int require_input_scale(const moq_linear_spec *spec, moq_param_spec *params, int count) {
+    bool required = spec->quantized_input || (spec->batch_invariant && finds_scale_of_x(spec));
     for (int i = 0; i < count; i++)
-        if (spec->quantized_input && params[i].id == MOQ_PARAM_INPUT_SCALE)
+        if (required && params[i].id == MOQ_PARAM_INPUT_SCALE)
             params[i].required = true;
     return count;
 }

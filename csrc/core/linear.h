@@ -46,6 +46,7 @@ typedef struct {
     /* x is not of dtype but codes already, as `input` says: of a linear e4m3 with its one
      * input_scale, of w13 of experts any (core/moe.h) */
     bool quantized_input;
+    bool batch_invariant; /* bits of a row of y depend on no other row of x and not on m */
 } moq_linear_spec;
 
 /* Resolves the names of a matrix and the dtype of x and y; fails as moq_weight_resolve does. The
@@ -58,6 +59,7 @@ typedef struct {
     bool fast_accum;
     bool one_input_scale;
     bool quantized_input;
+    bool batch_invariant;
 } moq_linear_options;
 
 /* MOQ_ERR_UNSUPPORTED where an option means nothing for the layer. */
@@ -103,8 +105,8 @@ static inline bool moq_linear_unpacks(const moq_linear_spec *spec) {
     return spec->choice == MOQ_COMPUTE_FP4;
 }
 
-/* The tensors of the weight, in the checkpoint and prepared; codes as x make input_scale required.
- */
+/* The tensors of the weight, in the checkpoint and prepared. input_scale is required where x is
+ * codes, and where batch_invariant forbids a scale found from all of x. */
 int moq_linear_checkpoint_params(const moq_linear_spec *spec, moq_param_spec *params);
 int moq_linear_prepared_params(const moq_linear_spec *spec, moq_param_spec *params);
 

@@ -125,6 +125,7 @@ static moq_status resolve_weights(const moq_moe_names *names, moq_moe_spec *spec
     pack_weight(&spec->w13);
     pack_weight(&spec->w2);
     spec->w13.one_input_scale = spec->w2.one_input_scale = spec->w13.checkpoint_input_scale;
+    spec->w13.batch_invariant = spec->w2.batch_invariant = names->batch_invariant;
     return MOQ_OK;
 }
 

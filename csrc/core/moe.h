@@ -62,6 +62,7 @@ typedef struct {
     int64_t group_size; /* 0: the algorithm's own */
     bool gated;
     bool quantized_input;
+    bool batch_invariant; /* of both linears; a token's bits depend on no other token's routing */
     const char *activation;
     /* NaN: the activation's own */
     double alpha, beta, limit;

@@ -12,7 +12,8 @@
 enum { SMALL_M = 8, SMALL_ROWS = 8, SMALL_COLUMNS = 512, READ_BYTES = 512 };
 
 moq_regime moq_regime_of(const moq_linear_tiles *tiles, const moq_linear_spec *spec, int64_t m) {
-    if (spec->input == MOQ_INPUT_NVFP4 || moq_layout_is_general(spec->weight))
+    if (spec->input == MOQ_INPUT_NVFP4 || moq_layout_is_general(spec->weight) ||
+        spec->batch_invariant)
         return MOQ_PREFILL;
     return m <= tiles->few ? MOQ_DECODE : m <= tiles->some ? MOQ_MEDIUM : MOQ_PREFILL;
 }
@@ -36,6 +37,8 @@ static int64_t rows_of_tiles(const moq_linear_tiles *tiles, const moq_linear_cal
 static int64_t columns_of_tiles(const moq_linear_tiles *tiles, const moq_linear_call *call) {
     if (call->spec->weight == MOQ_WEIGHT_E4M3_BLOCK && !tiles->multiply_blocks)
         return MOQ_FP8_BLOCK;
+    if (call->spec->batch_invariant)
+        return tiles->tile_columns; /* sums of a tile's columns are added up */
     if (call->m <= SMALL_M)
         return SMALL_COLUMNS;
     int64_t read = call->spec->weight == MOQ_WEIGHT_E2M1 ? 2 * READ_BYTES : READ_BYTES;
@@ -110,7 +113,8 @@ void moq_pass_begin(moq_pass *p, int64_t first, int64_t rows) {
     p->regime = moq_regime_of(p->tiles, p->call->spec, rows);
     p->strip = p->regime == MOQ_PREFILL && rows > MOQ_STRIP_M ? MOQ_STRIP : 1;
     p->arranges = p->regime == MOQ_MEDIUM ||
-                  (p->regime == MOQ_PREFILL && p->tiles->arrange && rows >= p->tiles->arrange_from);
+                  (p->regime == MOQ_PREFILL && p->tiles->arrange &&
+                   (rows >= p->tiles->arrange_from || p->call->spec->batch_invariant));
     p->panel = p->arranges ? p->arranged : p->decoded;
     p->arranging = (moq_arranging){.rows = p->decoded,
                                    .padded = p->padded,

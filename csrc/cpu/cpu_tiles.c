@@ -269,7 +269,8 @@ static bool holds_rows(const moq_pass *p, int64_t begin, int64_t end) {
     return most == 0 || holds_factors(p, (double)least * p->unit, (double)most * p->unit);
 }
 
-/* Factors, bias, the one rounding. */
+/* Factors, bias, the one rounding. Whether float32 holds factors depends on all rows of x, so that
+ * batch_invariant layers do without. */
 static void store_tile(const moq_pass *p, const tile_memory *memory, const tile_place *place,
                        bool held) {
     const moq_linear_call *call = p->call;
@@ -295,7 +296,7 @@ static void store_tile(const moq_pass *p, const tile_memory *memory, const tile_
                        .row_factor = p->narrow_factor,
                        .dtype = call->y->dtype,
                        .row = memory->row};
-    if (!held || call->addend)
+    if (!held || call->addend || call->spec->batch_invariant)
         store_wide(p, place, &store);
     else if (p->tiles->store)
         p->tiles->store(&store);

@@ -17,6 +17,7 @@ moq_layer moq_describe_layer(const void *problem) {
                        .x_scheme = scheme_of(spec),
                        .quantized_input = spec->quantized_input,
                        .low_rank = spec->rank > 0,
+                       .batch_invariant = spec->batch_invariant,
                        .compute = spec->compute,
                        .choice = spec->choice,
                        .device = spec->device,

@@ -11,6 +11,7 @@ typedef struct {
     const char *x_scheme; /* codes that this scheme of ops/quantize.h makes */
     bool quantized_input; /* x is such codes */
     bool low_rank;        /* a low-rank part is added to its outputs */
+    bool batch_invariant; /* one kernel runs all numbers of tokens */
     moq_compute compute;  /* as the layer asks for */
     moq_compute choice;   /* what "auto" may multiply beside exact products */
     moq_device device;

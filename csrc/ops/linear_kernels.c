@@ -41,7 +41,7 @@ bool moq_linear_runs_on_isa(const moq_linear_spec *spec, moq_isa isa, char *reas
         return moq_cpu_linear(moq_linear_tiles_of(level), call, err);                              \
     }                                                                                              \
     static const moq_linear_kernel ROW_##isa_name = {                                              \
-        {"cpu", #isa_name, .adds = true, .takes_codes = true},                                     \
+        {"cpu", #isa_name, .adds = true, .takes_codes = true, .row_order_fixed = true},            \
         can_run_##isa_name,                                                                        \
         .cost = cost_##isa_name,                                                                   \
         .run = run_##isa_name};

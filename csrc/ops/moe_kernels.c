@@ -21,10 +21,11 @@
     static moq_status run_##isa_name(const moq_moe_call *call, moq_err *err) {                     \
         return moq_cpu_moe(moq_linear_tiles_of(level), call, err);                                 \
     }                                                                                              \
-    static const moq_moe_kernel ROW_##isa_name = {{"cpu", #isa_name, .takes_codes = true},         \
-                                                  can_run_##isa_name,                              \
-                                                  .cost = cost_##isa_name,                         \
-                                                  .run = run_##isa_name};
+    static const moq_moe_kernel ROW_##isa_name = {                                                 \
+        {"cpu", #isa_name, .takes_codes = true, .row_order_fixed = true},                          \
+        can_run_##isa_name,                                                                        \
+        .cost = cost_##isa_name,                                                                   \
+        .run = run_##isa_name};
 
 CPU_KERNEL(portable, MOQ_ISA_PORTABLE)
 CPU_KERNEL(avx2, MOQ_ISA_AVX2)

@@ -24,6 +24,13 @@ bool moq_plan_can_run(const moq_plan *plan, int kernel, int64_t m, char *reason)
     else if (plan->layer.low_rank && !row->adds)
         snprintf(reason, MOQ_REASON_SIZE, "adds nothing to its outputs, %s has a low-rank part",
                  plan->layer.algo);
+    else if (plan->layer.batch_invariant && !row->row_order_fixed)
+        snprintf(reason, MOQ_REASON_SIZE,
+                 "sums of a row depend on the number of rows, the layer is batch_invariant");
+    else if (plan->one && plan->kernel[0] != kernel)
+        snprintf(reason, MOQ_REASON_SIZE,
+                 "%s:%s runs all numbers of rows of batch_invariant layers",
+                 kernel_of(plan, plan->kernel[0])->family, kernel_of(plan, plan->kernel[0])->name);
     else
         return plan->operation->can_run(plan->problem, row, m, reason, MOQ_REASON_SIZE);
     return false;
@@ -101,16 +108,6 @@ static moq_status collect(moq_plan *plan, const char *forced, moq_err *err) {
     return plan->count ? MOQ_OK : refuse(plan, err);
 }
 
-moq_status moq_plan_make(const moq_operation *operation, const void *problem, const char *forced,
-                         moq_plan *plan, moq_err *err) {
-    memset(plan, 0, sizeof *plan);
-    plan->operation = operation;
-    plan->problem = problem;
-    plan->layer = moq_describe_layer(problem);
-    plan->param_count = operation->prepared_params(problem, plan->param);
-    return collect(plan, forced, err);
-}
-
 /* ---- the cheapest ---- */
 
 moq_problem moq_plan_problem(const moq_plan *plan, int64_t m) {
@@ -174,6 +171,44 @@ static moq_status find_cheapest(const moq_plan *plan, int64_t m, bool scaled, in
     if (best < 0)
         return refuse_tokens(plan, m, err);
     *kernel = best;
+    return MOQ_OK;
+}
+
+/* ---- one for all numbers of tokens ---- */
+
+/* The product of estimates for numbers of tokens of decode and of prefill. */
+static double cost_of_all(const moq_plan *plan, int kernel) {
+    static const int64_t TOKENS[] = {1, 64, 4096};
+    double product = is_replaced(plan, kernel) ? LAST : 1;
+    for (size_t i = 0; i < sizeof TOKENS / sizeof *TOKENS; i++)
+        product *= moq_plan_cost(plan, kernel, TOKENS[i]);
+    return product;
+}
+
+/* Leaves the kernel that is best on the whole. */
+static void keep_one(moq_plan *plan) {
+    double least = cost_of_all(plan, plan->kernel[0]);
+    for (int i = 1; i < plan->count; i++) {
+        double cost = cost_of_all(plan, plan->kernel[i]);
+        if (cost < least) {
+            least = cost;
+            plan->kernel[0] = plan->kernel[i];
+        }
+    }
+    plan->count = 1;
+    plan->one = true;
+}
+
+moq_status moq_plan_make(const moq_operation *operation, const void *problem, const char *forced,
+                         moq_plan *plan, moq_err *err) {
+    memset(plan, 0, sizeof *plan);
+    plan->operation = operation;
+    plan->problem = problem;
+    plan->layer = moq_describe_layer(problem);
+    plan->param_count = operation->prepared_params(problem, plan->param);
+    MOQ_TRY(collect(plan, forced, err));
+    if (plan->layer.batch_invariant && !plan->forced)
+        keep_one(plan);
     return MOQ_OK;
 }
 

@@ -22,7 +22,10 @@
  * device. A plan keeps the kernels that can run its problem with some number of tokens, or the one
  * that MOQEXT_KERNEL names. A call takes what tuning kept for its number of tokens, else of the
  * kernels that can run as many the one with the least estimate; among equals the first of the
- * table. An estimate is a number of seconds and never a way to say no. */
+ * table. An estimate is a number of seconds and never a way to say no.
+ *
+ * A batch_invariant layer has one kernel for all numbers of tokens: of those with row_order_fixed
+ * the one with the least product of estimates for one, some and many tokens. */
 #ifndef MOQ_OPS_PLAN_H
 #define MOQ_OPS_PLAN_H
 
@@ -78,6 +81,7 @@ struct moq_plan {
     const void *problem; /* the caller's; stays where it is as long as the plan is used */
     moq_layer layer;
     bool forced; /* MOQEXT_KERNEL named the only kernel */
+    bool one;    /* the only kernel was chosen for all numbers of tokens */
     int count;
     uint8_t kernel[MOQ_MAX_KERNELS]; /* in the order of the table */
     int param_count;                 /* of the prepared form, which every call checks */

@@ -40,6 +40,9 @@ class LinearMethod(PlannedMethod):
             `ops.rms_norm_quantize` and `ops.silu_and_mul_quantize` return for the layer's one `input_scale`,
             which the checkpoint has to have. For FP8, W4A8_NVFP4_FP8 and W4A8_MXFP4_FP8. y is of `dtype` as
             always, and has the bits of the same kernel with an x that it quantizes itself.
+        batch_invariant: The bits of a row of y depend on no other row of x, nor on how many there are: one
+            kernel runs all numbers of tokens and sums a row in one order. It is slower, see docs/numerics.md.
+            Where one scale would be found from all of x, the checkpoint has to have `input_scale`.
         rank: Of the low-rank pair that each partition of NVFP4_SVD has; None for 32, as ModelOpt splits off.
 
     `compute="exact"` treats the activations as the algorithm prescribes and multiplies the weight exactly
@@ -70,7 +73,14 @@ class LinearMethod(PlannedMethod):
         ValueError: An unknown algorithm; a size, dtype or option that cannot be right.
     """
 
-    __slots__ = ("fast_accum", "in_features", "one_input_scale", "out_partitions", "quantized_input")
+    __slots__ = (
+        "batch_invariant",
+        "fast_accum",
+        "in_features",
+        "one_input_scale",
+        "out_partitions",
+        "quantized_input",
+    )
 
     _plan: _C.LinearPlan
 
@@ -87,6 +97,7 @@ class LinearMethod(PlannedMethod):
         fast_accum: bool = False,
         one_input_scale: bool = False,
         quantized_input: bool = False,
+        batch_invariant: bool = False,
         rank: int | None = None,
     ) -> None:
         check_variables(stacklevel=2)
@@ -101,6 +112,7 @@ class LinearMethod(PlannedMethod):
             fast_accum=fast_accum,
             one_input_scale=one_input_scale,
             quantized_input=quantized_input,
+            batch_invariant=batch_invariant,
             rank=rank,
         )
         super().__init__(plan, compute)
@@ -109,6 +121,7 @@ class LinearMethod(PlannedMethod):
         self.fast_accum = bool(fast_accum)
         self.one_input_scale = bool(one_input_scale)
         self.quantized_input = bool(quantized_input)
+        self.batch_invariant = bool(batch_invariant)
         tuning.take(plan, self, self.device)
 
     @property
@@ -158,6 +171,13 @@ class LinearMethod(PlannedMethod):
             given["weight_scale"] = (
                 [_row_scale(part) for part in scale] if isinstance(scale, list) else _row_scale(scale)
             )
+        needed = self.prepared_params.get("input_scale")
+        if needed is not None and needed.required and given.get("input_scale") is None:
+            why = "batch_invariant" if self.batch_invariant else "quantized_input"
+            raise ValueError(
+                f"params['input_scale']: missing, and {self.quant_algo} with compute={self.compute!r} and "
+                f"{why} has no other scale of x"
+            )
         return self._plan.prepare(given, out)
 
     def __call__(
@@ -190,8 +210,14 @@ class LinearMethod(PlannedMethod):
 
     def __reduce__(self) -> tuple[Any, ...]:
         about = (self.quant_algo, self.in_features, self.out_partitions)
-        options = (self.compute, self.fast_accum, self.one_input_scale, self.quantized_input, self.rank)
-        return make_method, (*about, self.group_size, self.dtype, self.device, *options)
+        options = (
+            self.fast_accum,
+            self.one_input_scale,
+            self.quantized_input,
+            self.rank,
+            self.batch_invariant,
+        )
+        return make_method, (*about, self.group_size, self.dtype, self.device, self.compute, *options)
 
     def __repr__(self) -> str:
         parts = "+".join(map(str, self.out_partitions))
@@ -213,6 +239,7 @@ def make_method(
     one_input_scale: bool = False,
     quantized_input: bool = False,
     rank: int | None = None,
+    batch_invariant: bool = False,
 ) -> LinearMethod:
     """`LinearMethod` with every argument by position: what copies and pickles are made by."""
     return LinearMethod(
@@ -226,6 +253,7 @@ def make_method(
         fast_accum=fast_accum,
         one_input_scale=one_input_scale,
         quantized_input=quantized_input,
+        batch_invariant=batch_invariant,
         rank=rank,
     )
 

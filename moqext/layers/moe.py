@@ -29,7 +29,16 @@ from moqext.ops.scalars import as_tensor
 from moqext.ops.spelling import SWIGLU, Activation, Compute, Device, Dtype, Tensor, device_name, dtype_name
 from moqext.variables import check_variables
 
-_OPTIONS = ("top_k", "activation", "gated", "interleaved", *SWIGLU, "global_num_experts", "quantized_input")
+_OPTIONS = (
+    "top_k",
+    "activation",
+    "gated",
+    "interleaved",
+    *SWIGLU,
+    "global_num_experts",
+    "quantized_input",
+    "batch_invariant",
+)
 """Arguments by name that other methods do not have."""
 
 
@@ -64,6 +73,8 @@ class MoEMethod(PlannedMethod):
         global_num_experts: Of how many experts `topk_ids` tells, where `expert_map` says which are here;
             None for `num_experts`.
         quantized_input: x is codes already, as an engine sends them from device to device: see below.
+        batch_invariant: The bits of a row of y depend on no other row of x nor on where others are routed, as
+            for `LinearMethod`.
 
     Tensors of the checkpoint, with P = 2 halves of gated experts, else 1, and experts first:
 
@@ -131,6 +142,7 @@ class MoEMethod(PlannedMethod):
         compute: Compute = "exact",
         global_num_experts: int | None = None,
         quantized_input: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         check_variables(stacklevel=2)
         plan = _C.moe_plan(
@@ -151,6 +163,7 @@ class MoEMethod(PlannedMethod):
             limit,
             interleaved,
             quantized_input=quantized_input,
+            batch_invariant=batch_invariant,
         )
         super().__init__(plan, compute)
         self.num_experts = int(num_experts)
@@ -163,6 +176,7 @@ class MoEMethod(PlannedMethod):
         self.alpha, self.beta, self.limit = alpha, beta, limit
         self.global_num_experts = int(num_experts if global_num_experts is None else global_num_experts)
         self.quantized_input = bool(quantized_input)
+        self.batch_invariant = bool(batch_invariant)
         tuning.take(plan, self, self.device)
 
     # ------------------------------------------------------------------------------------------- stacks

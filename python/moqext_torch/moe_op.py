@@ -35,6 +35,7 @@ class Description(NamedTuple):
     group_size: int | None
     compute: str
     global_num_experts: int | None
+    batch_invariant: bool = False
 
 
 _TYPES = {

@@ -141,7 +141,7 @@ def _options(linear: torch.fx.Node) -> tuple[Any, ...] | None:
     partitions, one_scale = given["out_partitions"], given["one_input_scale"]
     if given["quant_algo"] != "FP8" or given["input_scale"] is None or given.get("out_dtype") is not None:
         return None
-    if len(partitions) > 1 and not one_scale:
+    if (len(partitions) > 1 and not one_scale) or given.get("batch_invariant"):
         return None
     return _selected(linear.args, linear.kwargs)
 

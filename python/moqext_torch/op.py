@@ -13,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from moqext import LinearMethod
+from moqext_torch.dequantized import weight_of
 
 ROLES = ("weight", "weight_scale", "output_scale", "input_scale", "pre_quant_scale", "fold_scale")
 """The prepared tensors of a linear, in the order of the operation's arguments."""
@@ -23,33 +24,49 @@ NO_GRADIENT = (
     "moqext layers have no gradient: call them under torch.no_grad() or torch.inference_mode(), or pass "
     "x.detach()"
 )
+ONLY_BACKWARD = "moqext linears have gradients of x and of their bias, backward and once, and no others"
 
 
 def wants_gradient(*args: Any) -> bool:
     """Whether a gradient of a result would be asked for, backward or forward (`torch.func.jvp`)."""
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return True
+    return _wants_backward(*args) or _wants_forward(*args)
+
+
+def _tensors(*args: Any) -> list[torch.Tensor]:
+    return [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+
+def _wants_backward(*args: Any) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(*args))
+
+
+def _wants_forward(*args: Any) -> bool:
     return forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in _tensors(*args)
     )
 
 
-def register_autograd(name: str) -> None:
-    """Has an operation refuse gradients, which it has none of, and tensors without dense memory.
+def register_autograd(
+    name: str, function: type[torch.autograd.Function] | None = None, refusal: str = NO_GRADIENT
+) -> None:
+    """Has an operation refuse gradients that it has not, and tensors without dense memory.
 
     Args:
         name: of an operation of moqext that is defined.
+        function: the operation with its gradient; None where it has none.
+        refusal: what an error says.
     """
     overload = getattr(torch.ops.moqext, name).default
 
     def run(*args: Any) -> Any:
-        if wants_gradient(*args):
-            raise RuntimeError(NO_GRADIENT)
+        if _wants_forward(*args) or (function is None and _wants_backward(*args)):
+            raise RuntimeError(refusal)
         for argument, given in zip(overload._schema.arguments, args, strict=False):
             if isinstance(given, torch.Tensor) and (given.is_nested or given.layout != torch.strided):
                 kind = "nested" if given.is_nested else given.layout
                 raise TypeError(f"{argument.name}: expected a dense tensor in memory, got one that is {kind}")
+        if function is not None and _wants_backward(*args):
+            return function.apply(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args)
 
@@ -61,7 +78,7 @@ torch.library.define(
     "(Tensor x, Tensor weight, Tensor? weight_scale, Tensor? output_scale, Tensor? input_scale, "
     "Tensor? pre_quant_scale, Tensor? fold_scale, Tensor? bias, str quant_algo, int[] out_partitions, "
     "int? group_size, str compute, bool one_input_scale, ScalarType? out_dtype=None, bool fast_accum=False, "
-    "Tensor? lora_a=None, Tensor? lora_b=None) -> Tensor",
+    "Tensor? lora_a=None, Tensor? lora_b=None, bool batch_invariant=False) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -79,6 +96,7 @@ def find_method(
     quantized_input: bool = False,
     fast_accum: bool = False,
     rank: int | None = None,
+    batch_invariant: bool = False,
 ) -> LinearMethod:
     """The one method of a description: layers and the operation share it, and what was tuned in it."""
     return LinearMethod(
@@ -92,6 +110,7 @@ def find_method(
         fast_accum=fast_accum,
         one_input_scale=one_input_scale,
         quantized_input=quantized_input,
+        batch_invariant=batch_invariant,
         rank=rank,
     )
 
@@ -114,6 +133,7 @@ def run_linear(
     fast_accum: bool = False,
     lora_a: torch.Tensor | None = None,
     lora_b: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Runs the operation on tensors of the CPU or of CUDA."""
     if x.dim() == 0:
@@ -134,6 +154,7 @@ def run_linear(
         out_dtype is not None,
         fast_accum,
         None if lora_b is None else lora_b.shape[1],
+        batch_invariant,
     )
     return method(x.detach() if x.requires_grad else x, params, bias)
 
@@ -148,7 +169,62 @@ def _shape(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], sum(out_partitions)), dtype=out_dtype or x.dtype)
 
 
-register_autograd("linear")
+# ---- the gradient ----
+
+torch.library.define(
+    "moqext::linear_gradient",
+    "(Tensor gradient, Tensor weight, Tensor? weight_scale, Tensor? output_scale, Tensor? pre_quant_scale, "
+    "Tensor? lora_a, Tensor? lora_b, int in_features, int[] out_partitions, int? group_size) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_WEIGHT = ("weight", "weight_scale", "output_scale", "pre_quant_scale", *LOW_RANK)
+"""The prepared tensors that the weight consists of, in the order of that operation's arguments."""
+
+
+@torch.library.impl("moqext::linear_gradient", ("cpu", "cuda"))
+def _run_gradient(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
+    tensors, (in_features, partitions, group_size) = rest[: len(_WEIGHT)], rest[len(_WEIGHT) :]
+    params = {role: tensor for role, tensor in zip(_WEIGHT, tensors, strict=True) if tensor is not None}
+    shape = (sum(partitions), in_features)
+    return gradient @ weight_of(params, shape, partitions, group_size, gradient.dtype)
+
+
+@torch.library.register_fake("moqext::linear_gradient")
+def _gradient_shape(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return gradient.new_empty((*gradient.shape[:-1], rest[len(_WEIGHT)]))
+
+
+class _Linear(torch.autograd.Function):
+    """The linear with the gradient of x Wᵀ + bias: that x is quantized counts as the identity."""
+
+    @staticmethod
+    def forward(*args: Any) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.moqext.linear.default(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        names = [argument.name for argument in torch.ops.moqext.linear.default._schema.arguments]
+        given = dict(zip(names, inputs, strict=False))
+        x, bias = given["x"], given["bias"]
+        ctx.count, ctx.at = len(inputs), names.index("bias")
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.rest = (x.shape[-1], given["out_partitions"], given["group_size"])
+        ctx.save_for_backward(*(given.get(role) for role in _WEIGHT))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found: list[torch.Tensor | None] = [None] * ctx.count
+        if ctx.needs_input_grad[0]:
+            found[0] = torch.ops.moqext.linear_gradient(gradient, *ctx.saved_tensors, *ctx.rest)
+        if ctx.needs_input_grad[ctx.at]:
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            found[ctx.at] = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return tuple(found)
+
+
+register_autograd("linear", _Linear, ONLY_BACKWARD)
+register_autograd("linear_gradient", refusal=ONLY_BACKWARD)
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack

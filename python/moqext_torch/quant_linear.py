@@ -20,9 +20,14 @@ from moqext import (
 from moqext.algorithms import ALGORITHMS
 from moqext.ops import unpack_nvfp4, unswizzle_block_scales
 from moqext.ops.spelling import Compute
+from moqext_torch.dequantized import weight_of
 from moqext_torch.exchange import NAMED, stored_exponents, stored_tensor
-from moqext_torch.op import LOW_RANK, NO_GRADIENT, ROLES, find_method, is_plain_call
+from moqext_torch.op import LOW_RANK, ROLES, find_method, is_plain_call
 from moqext_torch.prepared import DTYPES, PreparedModule, as_carrier
+
+FROZEN = (
+    "QuantLinear: the weight is frozen: requires_grad_(False), and train adapters beside it (docs/torch.md)"
+)
 
 
 class QuantLinear(PreparedModule):
@@ -40,6 +45,7 @@ class QuantLinear(PreparedModule):
         optional: tensors beside the required ones that the checkpoint has: "input_scale", "pre_quant_scale".
             `load_state_dict` adds them by itself.
         rank: as for `LinearMethod`.
+        batch_invariant: as for `LinearMethod`.
 
     The tensors of a layer [N, K] are those of the checkpoint: `weight`, float8_e4m3fn [N, K] or uint8
     [N, K / 2] with two values of NVFP4 in a byte; `weight_scale`, float32, or e4m3 [N, K / group_size],
@@ -74,6 +80,7 @@ class QuantLinear(PreparedModule):
         device: torch.device | str | None = None,
         optional: Iterable[str] = (),
         rank: int | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(dtype)
         partitions = (out_features,) if isinstance(out_features, int) else tuple(out_features)
@@ -84,6 +91,7 @@ class QuantLinear(PreparedModule):
             group_size=group_size,
             dtype=dtype,
             compute=compute,
+            batch_invariant=batch_invariant,
             rank=rank,
         )
         self.quant_algo = about.quant_algo
@@ -93,6 +101,7 @@ class QuantLinear(PreparedModule):
         self.group_size = about.group_size
         self.rank = about.rank
         self.compute = compute
+        self.batch_invariant = batch_invariant
         self.one_input_scale = False
         specs, wanted = about.checkpoint_params, set(optional)
         if unknown := wanted - specs.keys():
@@ -114,6 +123,7 @@ class QuantLinear(PreparedModule):
         compute: Compute = "exact",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        batch_invariant: bool = False,
     ) -> Self:
         """A linear of a checkpoint, or several fused along their rows, loaded and prepared.
 
@@ -123,13 +133,15 @@ class QuantLinear(PreparedModule):
             compute: as for the class, like the next two.
             dtype: of x and y.
             device: where it runs.
+            batch_invariant: as for the class.
 
         Raises:
             UnsupportedQuantization, CheckpointError: as `Checkpoint.load`.
         """
         wanted = [names] if isinstance(names, (str, LayerRecord)) else list(names)
         records = [checkpoint.layer(item) if isinstance(item, str) else item for item in wanted]
-        layer = cls.empty_like(records, compute=compute, dtype=dtype, device="meta")
+        about = {"compute": compute, "dtype": dtype, "batch_invariant": batch_invariant}
+        layer = cls.empty_like(records, device="meta", **about)
         tensors = _read(checkpoint, records, [*layer._specs, "bias"])
         try:
             layer._take(layer._check({role: tensor.to(device) for role, tensor in tensors.items()}))
@@ -145,7 +157,7 @@ class QuantLinear(PreparedModule):
 
         Args:
             records: from `Checkpoint.layers`; several are fused along their rows.
-            options: `compute`, `dtype`, `device` of the class.
+            options: `compute`, `dtype`, `device`, `batch_invariant` of the class.
 
         Raises:
             CheckpointError: a problem of severity "error" stands against a layer.
@@ -189,8 +201,10 @@ class QuantLinear(PreparedModule):
 
         Under `torch.autocast` x may have another floating dtype, and the result has that of autocast.
 
+        It has gradients of x and of the bias: those of x Wᵀ + bias, W dequantized into x's dtype in backward.
+
         Raises:
-            RuntimeError: a gradient is asked for, or the layer is traced before it was prepared.
+            RuntimeError: a gradient of the weight is asked for, or the layer is traced unprepared.
             ValueError, TypeError: x has another shape or dtype.
         """
         kind = x.device.type
@@ -208,13 +222,17 @@ class QuantLinear(PreparedModule):
         method, prepared, bias, weight = self._call
         if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
             if torch.is_grad_enabled():
-                raise RuntimeError(NO_GRADIENT)
+                return self._dispatch(x)
             x = x.detach()
         return method(x, prepared, bias)
 
     def _dispatch(self, x: torch.Tensor) -> torch.Tensor:
         """The call as an operation of torch."""
+        if self._codes.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(FROZEN)
         bias = self.prepared_bias
+        if bias is not None and self.bias is not None and self.bias.requires_grad:
+            bias = self.bias.float()
         block_scales = self.weight_scale is not None and self.weight_scale.dtype != torch.float32
         return torch.ops.moqext.linear(
             x,
@@ -232,7 +250,18 @@ class QuantLinear(PreparedModule):
             self.one_input_scale,
             lora_a=self.prepared_lora_a,
             lora_b=self.prepared_lora_b,
+            batch_invariant=self.batch_invariant,
         )
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weight [out_features, in_features] that the layer multiplies with, in `dtype` or the layer's.
+
+        `pre_quant_scale` and low-rank pairs are in it. Prepares first where that has not been done.
+        """
+        self.prepare()
+        shape = (self.out_features, self.in_features)
+        with torch.no_grad():
+            return weight_of(self._prepared, shape, self.out_partitions, self.group_size, dtype or self.dtype)
 
     def _find_method(self) -> LinearMethod:
         return self._method_of(self.one_input_scale)
@@ -252,6 +281,7 @@ class QuantLinear(PreparedModule):
             self.compute,
             one_input_scale,
             rank=self.rank,
+            batch_invariant=self.batch_invariant,
         )
 
     def _shares_input_scale(self, scale: torch.Tensor | None) -> bool:

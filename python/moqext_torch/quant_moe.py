@@ -42,6 +42,7 @@ class QuantMoE(PreparedModule):
         device: where the tensors are made; "meta" makes none.
         optional: tensors beside the required ones that the checkpoint has, as "w13_input_scale" and
             "w2_bias". `load_state_dict` adds them by itself.
+        batch_invariant: as for `MoEMethod`.
 
     The tensors are the checkpoint's, stacked as engines keep them, the experts first: `w13_weight`,
     float8_e4m3fn [E, P * I, H] or uint8 [E, P * I, H / 2] with two values of NVFP4 in a byte, the gate's rows
@@ -79,11 +80,12 @@ class QuantMoE(PreparedModule):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         optional: Iterable[str] = (),
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(dtype)
         sizes = (num_experts, hidden_size, intermediate_size, top_k)
         options = (activation, gated, interleaved, alpha, beta, limit, group_size, compute)
-        self.description = Description(quant_algo, *sizes, *options, global_num_experts)
+        self.description = Description(quant_algo, *sizes, *options, global_num_experts, batch_invariant)
         about = find_moe_method(self.description, dtype, torch.device("cpu"))
         self.description = self.description._replace(quant_algo=about.quant_algo, group_size=about.group_size)
         specs, wanted = about.checkpoint_params, set(optional)

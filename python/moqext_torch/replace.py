@@ -48,6 +48,7 @@ def replace_linears(
     device: torch.device | str | None = None,
     load: bool = False,
     rename: Callable[[str], str] | None = None,
+    batch_invariant: bool = False,
 ) -> torch.nn.Module:
     """Puts a `QuantLinear` in the place of every `nn.Linear` that the checkpoint holds quantized.
 
@@ -64,6 +65,7 @@ def replace_linears(
         device: where the layers run; None leaves them where the linears are, on the CPU for meta.
         load: whether all other parameters and buffers are loaded, too, each into its own dtype.
         rename: from the name of a module or tensor in the model to its name in the checkpoint.
+        batch_invariant: as for `QuantLinear` and `QuantMoE`.
 
     Returns:
         The model, changed in place; or, where it is itself a linear, the module in its place.
@@ -76,16 +78,17 @@ def replace_linears(
             one side only, and with `load` tensors that one of them lacks.
     """
     rename = rename or (lambda name: name)
+    about = {"compute": compute, "batch_invariant": batch_invariant}
     if not isinstance(checkpoint, Checkpoint):
         with Checkpoint(checkpoint) as opened:
-            return _replace(model, opened, compute, dtype, device, load, rename)
-    return _replace(model, checkpoint, compute, dtype, device, load, rename)
+            return _replace(model, opened, about, dtype, device, load, rename)
+    return _replace(model, checkpoint, about, dtype, device, load, rename)
 
 
 def _replace(
     model: torch.nn.Module,
     checkpoint: Checkpoint,
-    compute: Compute,
+    about: Mapping[str, Any],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     load: bool,
@@ -104,16 +107,16 @@ def _replace(
                 tables[f"{name}.bias"] = torch.nn.Parameter(bias, requires_grad=False)
         else:
             linears[name] = QuantLinear.from_checkpoint(
-                checkpoint, record, compute=compute, dtype=dtype or _dtype_of(module.weight), device=where
+                checkpoint, record, dtype=dtype or _dtype_of(module.weight), device=where, **about
             )
     for name, place in places.experts.items():
         experts[name] = QuantMoE.from_checkpoint(
             checkpoint,
             place.record,
-            compute=compute,
             dtype=dtype or _dtype_of(place.weight),
             device=device or ("cpu" if place.weight.is_meta else place.weight.device),
             **place.options,
+            **about,
         )
     rest = _plain_tensors(model, checkpoint, places, rename, device) if load else {}
     for name, table in tables.items():

@@ -26,9 +26,14 @@ static double seconds_of(const moq_configs *f, const moq_load *w, const moq_rate
     return 1e-6 * (r->launch + beside + norm(memory, inside, r->power));
 }
 
+static bool suits_layer(const moq_configs *f, const moq_problem *p, int config) {
+    const moq_linear_spec *spec = p->layer;
+    return !spec->batch_invariant || !f->row_order_fixed || f->row_order_fixed(config);
+}
+
 moq_found moq_try_config(const moq_configs *f, const moq_problem *p, int config) {
     moq_load w = {.rates = config, .blocks = 1};
-    if (config >= f->configs || !f->work(p, config, &w))
+    if (config >= f->configs || !suits_layer(f, p, config) || !f->work(p, config, &w))
         return (moq_found){0, 1, INFINITY};
     const moq_rates *r = &f->rates[w.rates];
     double seconds = r->bandwidth > 0 ? seconds_of(f, &w, r, p->target) : NOT_MEASURED;

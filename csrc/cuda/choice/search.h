@@ -39,7 +39,7 @@ typedef struct {
 
 /* A layer with a number of tokens. */
 typedef struct {
-    const void *layer; /* moq_linear_spec or moq_moe_spec, as the family knows */
+    const void *layer; /* moq_linear_spec, or moq_moe_spec, which begins with one */
     const moq_target *target;
     int64_t tokens;
     bool scaled; /* the call brings the scale of x */
@@ -51,6 +51,8 @@ struct moq_configs {
     bool library;  /* variants are a library's algorithms, each in the config of the bucket */
     bool any_chip; /* kernels for Hopper are preferred there: they win, or lose 4 % at most */
     const moq_rates *rates;
+    /* Whether a config sums rows in the order of batch_invariant layers; NULL where all do. */
+    bool (*row_order_fixed)(int config);
     /* Counts a call in a config; false where it cannot be done so. */
     bool (*work)(const moq_problem *p, int config, moq_load *work);
 };
@@ -60,7 +62,8 @@ typedef struct {
     double seconds; /* INFINITY where no config can do the call */
 } moq_found;
 
-/* A config for a call; INFINITY seconds where it cannot be done so. */
+/* A config for a call; INFINITY seconds where it cannot be done so, or the layer is batch_invariant
+ * and the config is not. */
 moq_found moq_try_config(const moq_configs *f, const moq_problem *p, int config);
 
 /* The best config. */

@@ -45,7 +45,7 @@ static bool can_run_simt(const moq_linear_spec *spec, int64_t m, char *reason, s
 }
 
 const moq_linear_kernel MOQ_LINEAR_SIMT = {
-    {"cuda", "simt", .configs = &SIMT, .adds = true},
+    {"cuda", "simt", .configs = &SIMT, .adds = true, .row_order_fixed = true},
     can_run_simt,
     .workspace = moq_cuda_simt_workspace,
     .run = moq_cuda_simt_linear,
@@ -72,14 +72,14 @@ static bool can_run_as_f16(const moq_linear_spec *spec, int64_t m, char *reason,
 }
 
 const moq_linear_kernel MOQ_LINEAR_SM89_FP8 = {
-    {"cuda", "sm89_fp8", .configs = &SM89_FP8, .takes_codes = true},
+    {"cuda", "sm89_fp8", .configs = &SM89_FP8, .takes_codes = true, .row_order_fixed = true},
     can_run_as_e4m3,
     .workspace = moq_cuda_mma_fp8_workspace,
     .run = moq_cuda_mma_fp8_as_e4m3,
 };
 
 const moq_linear_kernel MOQ_LINEAR_SM80_FP8 = {
-    {"cuda", "sm80_fp8", .configs = &SM80_FP8, .takes_codes = true},
+    {"cuda", "sm80_fp8", .configs = &SM80_FP8, .takes_codes = true, .row_order_fixed = true},
     can_run_as_f16,
     .workspace = moq_cuda_mma_fp8_workspace,
     .run = moq_cuda_mma_fp8_as_f16,
@@ -125,7 +125,7 @@ static bool can_run_general(const moq_linear_spec *spec, int64_t m, char *reason
 }
 
 const moq_linear_kernel MOQ_LINEAR_SM80_GENERAL = {
-    {"cuda", "sm80_general", .configs = &SM80_GENERAL},
+    {"cuda", "sm80_general", .configs = &SM80_GENERAL, .row_order_fixed = true},
     can_run_general,
     .workspace = moq_cuda_mma_general_workspace,
     .run = moq_cuda_mma_general,
@@ -142,7 +142,7 @@ static bool can_run_nvfp4(const moq_linear_spec *spec, int64_t m, char *reason, 
 }
 
 const moq_linear_kernel MOQ_LINEAR_SM80_NVFP4 = {
-    {"cuda", "sm80_nvfp4", .configs = &SM80_NVFP4, .adds = true},
+    {"cuda", "sm80_nvfp4", .configs = &SM80_NVFP4, .adds = true, .row_order_fixed = true},
     can_run_nvfp4,
     .workspace = moq_cuda_mma_nvfp4_workspace,
     .run = moq_cuda_mma_nvfp4,

@@ -76,7 +76,10 @@ static int64_t block_count(const moq_linear_call *call, const shape *s) {
     return (call->m + s->tm - 1) / s->tm * moq_tile_count(call->spec, s->tn);
 }
 
+/* Shapes differ in how many warps split K. */
 static const shape *shape_for(const moq_linear_call *call) {
+    if (call->spec->batch_invariant)
+        return &MEDIUM;
     if (call->m <= DECODE.tm)
         return &DECODE;
     return call->m <= MEDIUM.tm || block_count(call, &PREFILL) < call->spec->target.sm_count

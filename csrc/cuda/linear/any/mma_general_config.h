@@ -33,9 +33,12 @@ static inline int64_t moq_mma_general_tiles(const moq_linear_spec *spec, int64_t
     return divide_up(m, t->tokens) * moq_tile_count(spec, t->rows);
 }
 
-/* Picks the fewest tokens that hold all, or the tile for prefill if there are enough of it. */
+/* Picks the fewest tokens that hold all, or the tile for prefill if there are enough of it. Where
+ * the order of sums is not to depend on m, four warps split K. */
 static inline int moq_mma_general_shape(const moq_linear_spec *spec, int64_t m) {
     int prefill = MOQ_MMA_GENERAL_COUNT - 1, shape = 0;
+    if (spec->batch_invariant)
+        return m <= MOQ_MMA_GENERAL_TILES[2].tokens ? 2 : 3;
     while (shape < prefill - 1 && m > MOQ_MMA_GENERAL_TILES[shape].tokens)
         shape++;
     bool large = m > MOQ_MMA_GENERAL_TILES[shape].tokens / 2 &&

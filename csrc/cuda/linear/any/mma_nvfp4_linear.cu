@@ -104,11 +104,14 @@ static int64_t tiles_of(const moq_linear_call *call, const shape *s) {
     return (call->m + s->tokens - 1) / s->tokens * rows;
 }
 
-/* Picks the largest tiles if they give nearly all multiprocessors one, else tiles of few tokens. */
+/* Picks the largest tiles if they give nearly all multiprocessors one, else tiles of few tokens. In
+ * those two warps split K alike, in the largest none do. */
 static const shape *shape_for(const moq_linear_call *call) {
     const shape *most = &SHAPES[SHAPE_COUNT - 1], *s = SHAPES;
     while (s < most && call->m > s->tokens)
         s++;
+    if (call->spec->batch_invariant)
+        return s == most ? s - 1 : s;
     return s == most && tiles_of(call, most) * 8 < call->spec->target.sm_count * 7 ? s - 1 : s;
 }
 
@@ -123,6 +126,8 @@ static int shared_of(int32_t capability) {
  * each. */
 static int splits_for(const moq_linear_call *call, const shape *s) {
     const moq_target *target = &call->spec->target;
+    if (call->spec->batch_invariant)
+        return 1;
     int64_t steps = moq_pack_blocks(call->spec->in_features) / s->blocks;
     int together = shared_of(target->capability) / (s->shared + 1024);
     together = together < s->registers ? together : s->registers;

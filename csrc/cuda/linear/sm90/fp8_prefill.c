@@ -83,9 +83,18 @@ static bool work(const moq_problem *p, int config, moq_load *w) {
     return true;
 }
 
-static const moq_configs CONFIGS = {
-    .configs = SHAPE_COUNT, .by_scale = true, .rates = RATES, .work = work};
-static const moq_configs INT8_CONFIGS = {.configs = SHAPE_COUNT, .rates = INT8_RATES, .work = work};
+/* Blocks and warpgroups that split K are as many as tiles of m rows leave room for. */
+static bool row_order_fixed(int config) {
+    return !moq_fp8_prefill_has_split_k(&SHAPES[config]);
+}
+
+static const moq_configs CONFIGS = {.configs = SHAPE_COUNT,
+                                    .by_scale = true,
+                                    .rates = RATES,
+                                    .row_order_fixed = row_order_fixed,
+                                    .work = work};
+static const moq_configs INT8_CONFIGS = {
+    .configs = SHAPE_COUNT, .rates = INT8_RATES, .row_order_fixed = row_order_fixed, .work = work};
 
 /* Entries of fp8_prefill.cu. */
 MOQ_ENTRY moq_status moq_cuda_fp8_prefill(const moq_linear_call *call, moq_err *err);
@@ -128,14 +137,14 @@ static bool can_run_int8(const moq_linear_spec *spec, int64_t m, char *reason, s
 }
 
 const moq_linear_kernel MOQ_LINEAR_SM90_FP8_PREFILL = {
-    {"cuda", "sm90_fp8_prefill", .configs = &CONFIGS, .takes_codes = true},
+    {"cuda", "sm90_fp8_prefill", .configs = &CONFIGS, .takes_codes = true, .row_order_fixed = true},
     can_run,
     .workspace = moq_cuda_fp8_prefill_workspace,
     .run = moq_cuda_fp8_prefill,
 };
 
 const moq_linear_kernel MOQ_LINEAR_SM90_INT8_PREFILL = {
-    {"cuda", "sm90_int8_prefill", .configs = &INT8_CONFIGS},
+    {"cuda", "sm90_int8_prefill", .configs = &INT8_CONFIGS, .row_order_fixed = true},
     can_run_int8,
     .workspace = moq_cuda_fp8_prefill_workspace,
     .run = moq_cuda_fp8_prefill,

@@ -49,7 +49,13 @@ static bool work(const moq_problem *p, int config, moq_load *w) {
     return true;
 }
 
-static const moq_configs CONFIGS = {.configs = CONFIG_COUNT, .rates = RATES, .work = work};
+/* Where tiles are divided by steps depends on how many there are. */
+static bool row_order_fixed(int config) {
+    return (division)(config / SHAPE_COUNT) == ROUNDS;
+}
+
+static const moq_configs CONFIGS = {
+    .configs = CONFIG_COUNT, .rates = RATES, .row_order_fixed = row_order_fixed, .work = work};
 
 /* Entries of nvfp4_fp8_prefill.cu. */
 MOQ_ENTRY moq_status moq_cuda_nvfp4_fp8_prefill(const moq_linear_call *call, moq_err *err);
@@ -61,7 +67,7 @@ static bool can_run(const moq_linear_spec *spec, int64_t m, char *reason, size_t
 }
 
 const moq_linear_kernel MOQ_LINEAR_SM90_NVFP4_FP8_PREFILL = {
-    {"cuda", "sm90_nvfp4_fp8_prefill", .configs = &CONFIGS, .folds = true},
+    {"cuda", "sm90_nvfp4_fp8_prefill", .configs = &CONFIGS, .folds = true, .row_order_fixed = true},
     can_run,
     .workspace = moq_cuda_nvfp4_fp8_prefill_workspace,
     .run = moq_cuda_nvfp4_fp8_prefill,

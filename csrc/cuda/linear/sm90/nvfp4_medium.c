@@ -177,8 +177,14 @@ static bool can_run_nvfp4_fp8_medium(const moq_linear_spec *spec, int64_t m, cha
     static bool work_##name(const moq_problem *p, int config, moq_load *w) {                       \
         return count(p, NAME##_SHAPES, NAME##_COUNT, config, w);                                   \
     }                                                                                              \
-    static const moq_configs NAME = {                                                              \
-        .configs = 2 * NAME##_COUNT, .rates = NAME##_RATES, .work = work_##name};                  \
+    /* Blocks that split K, and steps that they share, are as many as tiles leave room for. */     \
+    static bool row_order_fixed_##name(int config) {                                               \
+        return config < NAME##_COUNT && !NAME##_SHAPES[config].split_k;                            \
+    }                                                                                              \
+    static const moq_configs NAME = {.configs = 2 * NAME##_COUNT,                                  \
+                                     .rates = NAME##_RATES,                                        \
+                                     .row_order_fixed = row_order_fixed_##name,                    \
+                                     .work = work_##name};                                         \
     moq_nvfp4_medium_config moq_##name##_expand_config(const moq_linear_call *call) {              \
         return expand(NAME##_SHAPES, NAME##_COUNT, call);                                          \
     }                                                                                              \
@@ -186,7 +192,7 @@ static bool can_run_nvfp4_fp8_medium(const moq_linear_spec *spec, int64_t m, cha
     MOQ_ENTRY int64_t moq_cuda_##name##_workspace(const moq_linear_call *call);                    \
     const moq_linear_kernel MOQ_LINEAR_##NAME = {                                                  \
         {"cuda", "sm90_" #name, .configs = &NAME, .adds = !(computes_folded),                      \
-         .folds = computes_folded},                                                                \
+         .folds = computes_folded, .row_order_fixed = true},                                       \
         can_run_##name,                                                                            \
         .workspace = moq_cuda_##name##_workspace,                                                  \
         .run = moq_cuda_##name,                                                                    \

@@ -60,7 +60,13 @@ static bool work(const moq_problem *p, int config, moq_load *w) {
     return count(p, config, MOQ_NVFP4_BYTES, w);
 }
 
-static const moq_configs CONFIGS = {.configs = CONFIG_COUNT, .rates = RATES, .work = work};
+/* Where tiles are divided by steps depends on how many there are. */
+static bool row_order_fixed(int config) {
+    return (division)(config / SHAPE_COUNT) == ROUNDS;
+}
+
+static const moq_configs CONFIGS = {
+    .configs = CONFIG_COUNT, .rates = RATES, .row_order_fixed = row_order_fixed, .work = work};
 
 /* Entries of nvfp4_prefill.cu. */
 MOQ_ENTRY moq_status moq_cuda_nvfp4_prefill(const moq_linear_call *call, moq_err *err);
@@ -72,7 +78,7 @@ static bool can_run(const moq_linear_spec *spec, int64_t m, char *reason, size_t
 }
 
 const moq_linear_kernel MOQ_LINEAR_SM90_NVFP4_PREFILL = {
-    {"cuda", "sm90_nvfp4_prefill", .configs = &CONFIGS, .adds = true},
+    {"cuda", "sm90_nvfp4_prefill", .configs = &CONFIGS, .adds = true, .row_order_fixed = true},
     can_run,
     .workspace = moq_cuda_nvfp4_prefill_workspace,
     .run = moq_cuda_nvfp4_prefill,
@@ -99,8 +105,10 @@ static bool work_general(const moq_problem *p, int config, moq_load *w) {
     return true;
 }
 
-static const moq_configs GENERAL = {
-    .configs = CONFIG_COUNT, .rates = GENERAL_RATES, .work = work_general};
+static const moq_configs GENERAL = {.configs = CONFIG_COUNT,
+                                    .rates = GENERAL_RATES,
+                                    .row_order_fixed = row_order_fixed,
+                                    .work = work_general};
 
 /* Entries of general_prefill.cu. */
 MOQ_ENTRY moq_status moq_cuda_general_prefill(const moq_linear_call *call, moq_err *err);
@@ -112,7 +120,7 @@ static bool can_run_general(const moq_linear_spec *spec, int64_t m, char *reason
 }
 
 const moq_linear_kernel MOQ_LINEAR_SM90_GENERAL_PREFILL = {
-    {"cuda", "sm90_general_prefill", .configs = &GENERAL},
+    {"cuda", "sm90_general_prefill", .configs = &GENERAL, .row_order_fixed = true},
     can_run_general,
     .workspace = moq_cuda_general_prefill_workspace,
     .run = moq_cuda_general_prefill,

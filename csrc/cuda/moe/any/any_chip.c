@@ -17,16 +17,17 @@ static int tile_rows(double rows, int least, int most) {
     return tile;
 }
 
-int moq_moe_mma_fp8_tile_rows(double rows) {
-    return tile_rows(rows, 16, 128);
+/* Tiles of batch_invariant layers are those in which as many warps split K. */
+int moq_moe_mma_fp8_tile_rows(const moq_moe_spec *spec, double rows) {
+    return spec->w13.batch_invariant ? 64 : tile_rows(rows, 16, 128);
 }
 
-int moq_moe_mma_nvfp4_tile_rows(double rows) {
-    return tile_rows(rows, 8, 128);
+int moq_moe_mma_nvfp4_tile_rows(const moq_moe_spec *spec, double rows) {
+    return tile_rows(rows, spec->w13.batch_invariant ? 32 : 8, 128);
 }
 
-int moq_moe_mma_general_tile_rows(double rows) {
-    return tile_rows(rows, 8, 64);
+int moq_moe_mma_general_tile_rows(const moq_moe_spec *spec, double rows) {
+    return tile_rows(rows, spec->w13.batch_invariant ? 32 : 8, 64);
 }
 
 static bool count(const moq_problem *p, double bytes, int tile, moq_load *w) {
@@ -59,7 +60,8 @@ static bool count(const moq_problem *p, double bytes, int tile, moq_load *w) {
     MOQ_ENTRY moq_status moq_cuda_moe_##name(const moq_moe_call *call, moq_err *err);              \
     MOQ_ENTRY int64_t moq_cuda_moe_##name##_workspace(const moq_moe_call *call);                   \
     const moq_moe_kernel MOQ_MOE_##NAME = {                                                        \
-        {"cuda", kernel_name, .configs = &NAME, .takes_codes = true, .folds = computes_folded},    \
+        {"cuda", kernel_name, .configs = &NAME, .takes_codes = true, .folds = computes_folded,     \
+         .row_order_fixed = true},                                                                 \
         can_run_##name,                                                                            \
         .workspace = moq_cuda_moe_##name##_workspace,                                              \
         .run = moq_cuda_moe_##name,                                                                \
@@ -121,11 +123,11 @@ static bool can_run_mma_nvfp4_folded(const moq_moe_spec *spec, int64_t tokens, c
 }
 
 FAMILY(SIMT, simt, "simt", 8, 1, false)
-FAMILY(SM89_FP8, mma_fp8_as_e4m3, "sm89_fp8", moq_moe_mma_fp8_tile_rows(rows), 1, false)
-FAMILY(SM80_FP8, mma_fp8_as_f16, "sm80_fp8", moq_moe_mma_fp8_tile_rows(rows), 1, false)
-FAMILY(SM80_NVFP4, mma_nvfp4, "sm80_nvfp4", moq_moe_mma_nvfp4_tile_rows(rows), MOQ_NVFP4_BYTES,
-       false)
-FAMILY(SM80_NVFP4_FP8, mma_nvfp4_folded, "sm80_nvfp4_fp8", moq_moe_mma_nvfp4_tile_rows(rows),
+FAMILY(SM89_FP8, mma_fp8_as_e4m3, "sm89_fp8", moq_moe_mma_fp8_tile_rows(spec, rows), 1, false)
+FAMILY(SM80_FP8, mma_fp8_as_f16, "sm80_fp8", moq_moe_mma_fp8_tile_rows(spec, rows), 1, false)
+FAMILY(SM80_NVFP4, mma_nvfp4, "sm80_nvfp4", moq_moe_mma_nvfp4_tile_rows(spec, rows),
+       MOQ_NVFP4_BYTES, false)
+FAMILY(SM80_NVFP4_FP8, mma_nvfp4_folded, "sm80_nvfp4_fp8", moq_moe_mma_nvfp4_tile_rows(spec, rows),
        MOQ_NVFP4_BYTES, true)
 
 /* ---- 8- and 4-bit weights that only general kernels read ---- */
@@ -143,7 +145,7 @@ static bool work_general(const moq_problem *p, int config, moq_load *w) {
     w->rates = int4                                      ? GENERAL_INT4
                : spec->w13.weight == MOQ_WEIGHT_INT8_ROW ? GENERAL_INT8
                                                          : GENERAL_E4M3;
-    return count(p, int4 ? 0.5 : 1, moq_moe_mma_general_tile_rows(rows), w);
+    return count(p, int4 ? 0.5 : 1, moq_moe_mma_general_tile_rows(spec, rows), w);
 }
 
 static const moq_configs SM80_GENERAL = {
@@ -158,7 +160,7 @@ MOQ_ENTRY moq_status moq_cuda_moe_mma_general(const moq_moe_call *call, moq_err 
 MOQ_ENTRY int64_t moq_cuda_moe_mma_general_workspace(const moq_moe_call *call);
 
 const moq_moe_kernel MOQ_MOE_SM80_GENERAL = {
-    {"cuda", "sm80_general", .configs = &SM80_GENERAL},
+    {"cuda", "sm80_general", .configs = &SM80_GENERAL, .row_order_fixed = true},
     can_run_general,
     .workspace = moq_cuda_moe_mma_general_workspace,
     .run = moq_cuda_moe_mma_general,

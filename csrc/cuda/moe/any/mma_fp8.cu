@@ -92,8 +92,8 @@ static moq_status multiply_as_codes(const expert_product *p, moq_err *err) {
     return multiply(p, true, err);
 }
 
-static row_tiling tiling_of(const moq_moe_call *, double rows) {
-    return {moq_moe_mma_fp8_tile_rows(rows), 1, false};
+static row_tiling tiling_of(const moq_moe_call *call, double rows) {
+    return {moq_moe_mma_fp8_tile_rows(call->spec, rows), 1, false};
 }
 
 static const expert_kernels AS_HALVES = {format_of, tiling_of, multiply_as_halves};

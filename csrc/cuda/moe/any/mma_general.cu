@@ -120,8 +120,8 @@ static moq_status multiply(const expert_product *p, moq_err *err) {
                           s->shared, &args, err);
 }
 
-static row_tiling tiling_of(const moq_moe_call *, double rows) {
-    return {moq_moe_mma_general_tile_rows(rows), 1, false};
+static row_tiling tiling_of(const moq_moe_call *call, double rows) {
+    return {moq_moe_mma_general_tile_rows(call->spec, rows), 1, false};
 }
 
 static const expert_kernels GENERAL = {format_of, tiling_of, multiply};

@@ -119,8 +119,8 @@ static moq_status multiply_folded(const expert_product *p, moq_err *err) {
     return multiply(p, NVFP4_FOLDED, err);
 }
 
-static row_tiling tiling_of(const moq_moe_call *, double rows) {
-    return {moq_moe_mma_nvfp4_tile_rows(rows), 1, false};
+static row_tiling tiling_of(const moq_moe_call *call, double rows) {
+    return {moq_moe_mma_nvfp4_tile_rows(call->spec, rows), 1, false};
 }
 
 static const expert_kernels EXACT = {format_exact, tiling_of, multiply_exact};

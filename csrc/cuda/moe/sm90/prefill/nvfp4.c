@@ -61,7 +61,7 @@ MOQ_ENTRY moq_status moq_cuda_moe_nvfp4_prefill(const moq_moe_call *call, moq_er
 MOQ_ENTRY int64_t moq_cuda_moe_nvfp4_prefill_workspace(const moq_moe_call *call);
 
 const moq_moe_kernel MOQ_MOE_SM90_NVFP4_PREFILL = {
-    {"cuda", "sm90_nvfp4_prefill", .configs = &CONFIGS},
+    {"cuda", "sm90_nvfp4_prefill", .configs = &CONFIGS, .row_order_fixed = true},
     can_run,
     .workspace = moq_cuda_moe_nvfp4_prefill_workspace,
     .run = moq_cuda_moe_nvfp4_prefill,

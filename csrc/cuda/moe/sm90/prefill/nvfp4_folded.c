@@ -43,7 +43,8 @@ MOQ_ENTRY moq_status moq_cuda_moe_nvfp4_fp8_prefill(const moq_moe_call *call, mo
 MOQ_ENTRY int64_t moq_cuda_moe_nvfp4_fp8_prefill_workspace(const moq_moe_call *call);
 
 const moq_moe_kernel MOQ_MOE_SM90_NVFP4_FP8_PREFILL = {
-    {"cuda", "sm90_nvfp4_fp8_prefill", .configs = &CONFIGS, .takes_codes = true, .folds = true},
+    {"cuda", "sm90_nvfp4_fp8_prefill", .configs = &CONFIGS, .takes_codes = true, .folds = true,
+     .row_order_fixed = true},
     can_run,
     .workspace = moq_cuda_moe_nvfp4_fp8_prefill_workspace,
     .run = moq_cuda_moe_nvfp4_fp8_prefill,
