@@ -66,6 +66,7 @@ FAILS(moq_cuda_record, void *stream, moq_status (*work)(void *data, moq_err *err
 FAILS(moq_cuda_replay, void *graph, void *stream, double *seconds)
 FAILS(moq_cuda_wait, void *stream)
 FAILS(moq_cuda_new, int32_t device, size_t bytes, void **out)
+FAILS(moq_cuda_new_pinned, int32_t device, size_t bytes, void **out)
 FAILS(moq_cuda_take_note, moq_findings **note)
 FAILS(moq_cuda_copy_scales, const moq_scale_copy *copy, void *stream)
 FAILS(moq_cuda_fill_floats, float *out, float value, int64_t count, void *stream)
@@ -129,6 +130,9 @@ void moq_cuda_forget(void *graph) {
 }
 
 void moq_cuda_delete(int32_t device, void *memory) {
+}
+
+void moq_cuda_delete_pinned(int32_t device, void *memory) {
 }
 
 void moq_cuda_return_note(moq_findings *note) {
