@@ -21,7 +21,7 @@ static int (*const FAMILIES[])(PyObject *, moq_state *) = {
     moq_add_gate,     moq_add_heads,           moq_add_info,     moq_add_layout,
     moq_add_plan,     moq_add_linear,          moq_add_moe,      moq_add_weight,
     moq_add_quantize, moq_add_quantize_weight, moq_add_rotary,   moq_add_route,
-    moq_add_tables,   moq_add_tensor_header,   moq_add_transfer,
+    moq_add_tables,   moq_add_tensor_header,   moq_add_transfer, moq_add_pinned,
 };
 
 static int add_exceptions(PyObject *module, moq_state *state) {

@@ -2,8 +2,8 @@
 #include "binding/args.h"
 #include "binding/long_call.h"
 #include "binding/py_tensor.h"
+#include "binding/stream.h"
 
-#include "cpu/cpu_quantize.h"
 #include "ops/quantize_weight.h"
 
 #include <math.h>
@@ -50,11 +50,11 @@ static int take_search(moq_state *state, PyObject *object, moq_scale_search *sea
 }
 
 static int launch(moq_state *state, const moq_quantize_weight_plan *plan, const moq_arg *codes,
-                  const moq_arg *scales) {
+                  const moq_arg *scales, void *stream) {
     moq_err err;
     moq_long_call call;
     moq_long_call_begin(&call);
-    moq_status status = moq_run_quantize_weight(plan, &codes->view, &scales->view, &err);
+    moq_status status = moq_run_quantize_weight(plan, &codes->view, &scales->view, stream, &err);
     status = moq_long_call_end(&call, status, &err);
     if (status == MOQ_OK)
         return 0;
@@ -63,15 +63,15 @@ static int launch(moq_state *state, const moq_quantize_weight_plan *plan, const 
 }
 
 /* (codes, scales, weight_scale_2 or None) */
-static PyObject *run(moq_state *state, const moq_arg *weight,
-                     const moq_quantize_weight_plan *plan) {
+static PyObject *run(moq_state *state, const moq_arg *weight, const moq_quantize_weight_plan *plan,
+                     void *stream) {
     moq_arg codes = {0}, scales = {0};
     const moq_tensor *c = &plan->codes, *s = &plan->scales;
     PyObject *made = moq_arg_new_like(state, weight, c->dtype, c->ndim, c->shape, &codes);
     if (!made)
         return NULL;
     PyObject *beside = moq_arg_new_like(state, weight, s->dtype, s->ndim, s->shape, &scales);
-    int status = beside ? launch(state, plan, &codes, &scales) : -1;
+    int status = beside ? launch(state, plan, &codes, &scales, stream) : -1;
     made = moq_arg_finish(state, made, &codes, status);
     if (beside)
         beside = moq_arg_finish(state, beside, &scales, made ? 0 : -1);
@@ -92,6 +92,7 @@ static PyObject *quantize_weight(PyObject *module, PyObject *const *args, Py_ssi
     moq_scale_search search;
     int64_t group_size = 0;
     moq_arg weight;
+    void *stream;
     moq_err err;
     float amax;
     if (moq_args_parse(state, &SIGNATURE, args, nargs, kwnames, values) < 0)
@@ -105,11 +106,16 @@ static PyObject *quantize_weight(PyObject *module, PyObject *const *args, Py_ssi
         return NULL;
     if (take_weight(state, values[WEIGHT], &weight) < 0)
         return NULL;
-    if (moq_plan_quantize_weight(algo, &weight.view, amax, group_size, search, &plan, &err) !=
-        MOQ_OK)
-        moq_raise(state, &err);
-    else
-        result = run(state, &weight, &plan);
+    if (moq_stream_take(NULL, &weight, &stream) == 0) {
+        moq_long_call call;
+        moq_long_call_begin(&call);
+        moq_status status = moq_plan_quantize_weight(algo, &weight.view, amax, group_size, search,
+                                                     stream, &plan, &err);
+        if (moq_long_call_end(&call, status, &err) != MOQ_OK)
+            moq_raise(state, &err);
+        else
+            result = run(state, &weight, &plan, stream);
+    }
     moq_arg_release(&weight);
     return result;
 }
@@ -121,17 +127,19 @@ static PyObject *weight_amax(PyObject *module, PyObject *const *args, Py_ssize_t
     PyObject *values[1], *result = NULL;
     moq_long_call call;
     moq_arg weight;
+    void *stream;
     moq_err err;
     float amax = 0.0f;
     if (moq_args_parse(state, &signature, args, nargs, kwnames, values) < 0 ||
         take_weight(state, values[0], &weight) < 0)
         return NULL;
-    moq_status status = moq_check_plain_weight(&weight.view, &err);
-    if (status == MOQ_OK) {
-        moq_long_call_begin(&call);
-        amax = moq_cpu_amax(&weight.view);
-        status = moq_long_call_end(&call, status, &err);
+    if (moq_stream_take(NULL, &weight, &stream) < 0) {
+        moq_arg_release(&weight);
+        return NULL;
     }
+    moq_long_call_begin(&call);
+    moq_status status = moq_weight_amax(&weight.view, stream, &amax, &err);
+    status = moq_long_call_end(&call, status, &err);
     if (status == MOQ_OK)
         result = PyFloat_FromDouble((double)amax);
     else

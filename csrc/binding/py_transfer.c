@@ -6,6 +6,7 @@
 #include "binding/mapping.h"
 #include "binding/py_tensor.h"
 #include "binding/stream.h"
+#include "ops/check.h"
 #include "ops/transfer.h"
 
 /* Copies x to the new tensor `result`, which becomes the returned object. */
@@ -47,19 +48,40 @@ static PyObject *to_device(PyObject *module, PyObject *const *args, Py_ssize_t n
     return result;
 }
 
-static PyObject *to_host(PyObject *module, PyObject *object) {
+/* A new array, or the one that is given. */
+static PyObject *take_target(moq_state *state, PyObject *given, const moq_arg *x, moq_arg *out) {
+    if (moq_arg_absent(given)) {
+        PyObject *result = moq_numpy_new(state, x->view.dtype, x->view.ndim, x->view.shape);
+        if (result && moq_numpy_take(state, result, "out", out) < 0)
+            Py_CLEAR(result);
+        return result;
+    }
+    moq_tensor expected = moq_describe(x->view.dtype, x->view.ndim, x->view.shape);
+    moq_err err;
+    if (moq_arg_take_output(state, given, "out", out) < 0)
+        return NULL;
+    if (moq_arg_reinterpret(out, x->view.dtype) < 0)
+        return NULL;
+    if (moq_check_output(&out->view, "out", &expected, NULL, 0, &err) == MOQ_OK)
+        return Py_NewRef(given);
+    return moq_raise(state, &err);
+}
+
+static PyObject *to_host(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                         PyObject *kwnames) {
+    static const moq_signature SIGNATURE = {"to_host", 1, 1, 2, {KW_x, KW_out}};
     moq_state *state = moq_module_state(module);
-    PyObject *result = NULL;
+    PyObject *values[2], *result = NULL;
     moq_arg x, out = {0};
     void *stream;
-    if (moq_arg_take(state, object, "x", &x) < 0)
+    if (moq_args_parse(state, &SIGNATURE, args, nargs, kwnames, values) < 0 ||
+        moq_arg_take(state, values[0], "x", &x) < 0)
         return NULL;
     if (moq_stream_take(NULL, &x, &stream) == 0)
-        result = moq_numpy_new(state, x.view.dtype, x.view.ndim, x.view.shape);
-    if (result && moq_numpy_take(state, result, "out", &out) < 0)
-        Py_CLEAR(result);
+        result = take_target(state, values[1], &x, &out);
     result = fill(state, &x, stream, result, &out.view);
     moq_arg_release(&x);
+    moq_arg_release(&out);
     return result;
 }
 
@@ -159,7 +181,7 @@ static PyObject *numbers(PyObject *module, PyObject *const *args, Py_ssize_t nar
     }
     if (x.view.device.kind == MOQ_CUDA) {
         moq_arg_release(&x);
-        host = to_host(module, values[0]);
+        host = to_host(module, values, 1, NULL);
         if (!host || moq_arg_take(state, host, name, &x) < 0) {
             Py_XDECREF(host);
             return NULL;
@@ -174,7 +196,8 @@ static PyObject *numbers(PyObject *module, PyObject *const *args, Py_ssize_t nar
 static PyMethodDef METHODS[] = {
     {"to_device", (PyCFunction)(void (*)(void))to_device, METH_FASTCALL | METH_KEYWORDS,
      "See moqext.ops.to_device."},
-    {"to_host", to_host, METH_O, "See moqext.ops.to_host."},
+    {"to_host", (PyCFunction)(void (*)(void))to_host, METH_FASTCALL | METH_KEYWORDS,
+     "See moqext.ops.to_host."},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL | METH_KEYWORDS,
      "copy(x, out, dtype) -> out: codes of that dtype as they are, numbers of any type as float32"},
     {"numbers", (PyCFunction)(void (*)(void))numbers, METH_FASTCALL | METH_KEYWORDS,

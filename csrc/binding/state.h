@@ -43,6 +43,7 @@ int moq_add_info(PyObject *module, moq_state *state);
 int moq_add_linear(PyObject *module, moq_state *state);
 int moq_add_layout(PyObject *module, moq_state *state);
 int moq_add_moe(PyObject *module, moq_state *state);
+int moq_add_pinned(PyObject *module, moq_state *state);
 int moq_add_plan(PyObject *module, moq_state *state);
 int moq_add_quantize(PyObject *module, moq_state *state);
 int moq_add_quantize_weight(PyObject *module, moq_state *state);

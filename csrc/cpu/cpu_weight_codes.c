@@ -15,20 +15,10 @@
 #include <string.h>
 
 /* Values that pass through the stack at once. */
-#define PIECE 1024
+#define PIECE MOQ_WEIGHT_PIECE
 /* Values that are worth a member of a team, and what one takes, roughly. */
 #define THREAD_SHARE 8192
 #define NANOSECONDS  2.0
-/* E8M0 code of 1, and its largest that is a number. */
-#define POWER_ONE  127
-#define POWER_MOST 254
-/* E4M3 code of 1. */
-#define E4M3_ONE 0x38
-/* Scales that a search tries on each side: E4M3 codes (2^(6 / 8) is 1.7 times a scale), eighths of
- * a power of two in float32, and powers of two. */
-#define NEAR_E4M3 6
-#define NEAR_F32  4
-#define NEAR_E8M0 1
 
 typedef struct {
     const moq_weight_codes *w;
@@ -176,14 +166,15 @@ static void find_amax(const job *j, const band *b) {
     for (int64_t row = 1; row < b->rows; row++) {
         j->kernels->amax(w->dtype, row_of(w, b->first + row), w->columns, w->group, b->trial);
         for (int64_t g = 0; g < b->count; g++)
-            b->amax[g] = b->trial[g] > b->amax[g] ? b->trial[g] : b->amax[g];
+            if (!(b->trial[g] <= b->amax[g] || isnan(b->amax[g])))
+                b->amax[g] = b->trial[g];
     }
 }
 
 /* The E4M3 code of a block scale: its least is that of 2^-9, and a block of zeros has 1. */
 static uint8_t e4m3_scale(float ratio) {
     if (ratio == 0.0f)
-        return E4M3_ONE;
+        return MOQ_E4M3_ONE;
     uint8_t code = moq_e4m3_encode(ratio);
     return code > 0 ? code : 1;
 }
@@ -194,8 +185,8 @@ static uint8_t e8m0_scale(float amax, float largest) {
     if (!(amax > 0.0f))
         return 0;
     double fraction = frexp((double)amax / (double)largest, &exponent);
-    int code = exponent - (fraction == 0.5) + POWER_ONE;
-    return (uint8_t)(code < 0 ? 0 : code > POWER_MOST ? POWER_MOST : code);
+    int code = exponent - (fraction == 0.5) + MOQ_POWER_ONE;
+    return (uint8_t)(code < 0 ? 0 : code > MOQ_POWER_MOST ? MOQ_POWER_MOST : code);
 }
 
 static float step_of(const moq_weight_codes *w, uint8_t code) {
@@ -233,7 +224,7 @@ static void set_trial(const moq_weight_codes *w, const band *b, int64_t g, int b
     else if (w->scale_dtype == MOQ_DT_E4M3)
         code = moved(code, by, 1, code > w->most ? code : w->most);
     else
-        code = moved(code, by, 0, POWER_MOST);
+        code = moved(code, by, 0, MOQ_POWER_MOST);
     b->tried[g] = code;
     b->trial[g] = step_of(w, code);
 }
@@ -256,9 +247,9 @@ static void try_scales(const job *j, const band *b, int by) {
 
 static void search(const job *j, const band *b) {
     const moq_weight_codes *w = j->w;
-    int near = w->scale_dtype == MOQ_DT_F32    ? NEAR_F32
-               : w->scale_dtype == MOQ_DT_E4M3 ? NEAR_E4M3
-                                               : NEAR_E8M0;
+    int near = w->scale_dtype == MOQ_DT_F32    ? MOQ_NEAR_F32
+               : w->scale_dtype == MOQ_DT_E4M3 ? MOQ_NEAR_E4M3
+                                               : MOQ_NEAR_E8M0;
     memset(b->error, 0, (size_t)b->count * sizeof *b->error);
     for (int64_t row = 0; row < b->rows; row++)
         add_errors(j, b->first + row, b->step, b->error);

@@ -14,6 +14,7 @@
 #include "cuda/tensor/cuda_route.h"
 #include "cuda/tensor/cuda_rows.h"
 #include "cuda/tensor/cuda_smooth.h"
+#include "cuda/tensor/cuda_weight_codes.h"
 
 #include <stdio.h>
 
@@ -52,6 +53,9 @@ FAILS(moq_cuda_low_rank, const moq_low_rank *low_rank)
 FAILS(moq_cuda_gather_rows, const moq_tensor *tensor, const moq_tensor *rows, void *stream)
 FAILS(moq_cuda_scatter_rows, const moq_tensor *rows, const moq_tensor *tensor, void *stream)
 FAILS(moq_cuda_quantize_rows, const moq_cuda_quantize *q)
+FAILS(moq_cuda_find_amax, const void *values, moq_dtype dtype, int64_t count, uint32_t *bits,
+      void *stream)
+FAILS(moq_cuda_weight_codes, const moq_weight_codes *w, void *stream)
 FAILS(moq_cuda_gate, const moq_gate *gate, void *out, void *stream)
 FAILS(moq_cuda_qk_norm_rope, const moq_heads *heads, void *stream)
 FAILS(moq_cuda_rotate, const moq_rotary *rotary, void *out, void *stream)
@@ -62,6 +66,7 @@ FAILS(moq_cuda_record, void *stream, moq_status (*work)(void *data, moq_err *err
 FAILS(moq_cuda_replay, void *graph, void *stream, double *seconds)
 FAILS(moq_cuda_wait, void *stream)
 FAILS(moq_cuda_new, int32_t device, size_t bytes, void **out)
+FAILS(moq_cuda_new_pinned, int32_t device, size_t bytes, void **out)
 FAILS(moq_cuda_take_note, moq_findings **note)
 FAILS(moq_cuda_copy_scales, const moq_scale_copy *copy, void *stream)
 FAILS(moq_cuda_fill_floats, float *out, float value, int64_t count, void *stream)
@@ -125,6 +130,9 @@ void moq_cuda_forget(void *graph) {
 }
 
 void moq_cuda_delete(int32_t device, void *memory) {
+}
+
+void moq_cuda_delete_pinned(int32_t device, void *memory) {
 }
 
 void moq_cuda_return_note(moq_findings *note) {

@@ -70,6 +70,11 @@ moq_status moq_cuda_wait(void *stream, moq_err *err);
 moq_status moq_cuda_new(int32_t device, size_t bytes, void **out, moq_err *err);
 void moq_cuda_delete(int32_t device, void *memory);
 
+/* Memory of the host that copies to and from a device go to directly, page-locked; as moq_cuda_new
+ * and moq_cuda_delete. */
+moq_status moq_cuda_new_pinned(int32_t device, size_t bytes, void **out, moq_err *err);
+void moq_cuda_delete_pinned(int32_t device, void *memory);
+
 /* A stream to measure in, made when the current device has done all its work, and ended when the
  * stream has; ending NULL is nothing. */
 moq_status moq_cuda_make_stream(void **stream, moq_err *err);

@@ -5,6 +5,9 @@
 #include "core/algo.h"
 #include "core/formats.h"
 #include "cpu/cpu_quantize.h"
+#include "cuda/cuda.h"
+#include "cuda/tensor/cuda_prepare.h"
+#include "cuda/tensor/cuda_weight_codes.h"
 #include "ops/check.h"
 
 #include <math.h>
@@ -44,16 +47,51 @@ static moq_status find_algorithm(const char *name, const moq_algo_facts **out, m
                        moq_algo_list(is_written, names, sizeof names), name);
 }
 
-moq_status moq_check_plain_weight(const moq_tensor *weight, moq_err *err) {
+static moq_status check_weight(const moq_tensor *weight, moq_err *err) {
     char shape[128];
     MOQ_TRY(moq_check_activation(weight, "weight", err));
-    MOQ_TRY(moq_check_host(weight, "weight", err));
     if (moq_tensor_numel(weight) < 1)
         return moq_fail_of(err, MOQ_ERR_VALUE, "weight", "expected values, got shape %s",
                            moq_shape_text(weight, shape, sizeof shape));
     if (!moq_tensor_is_contiguous(weight))
         return moq_fail_of(err, MOQ_ERR_BUFFER, "weight", "expected a contiguous tensor");
     return MOQ_OK;
+}
+
+/* On the current device, that of the weight. */
+static moq_status find_on_device(const moq_tensor *weight, void *stream, float *amax,
+                                 moq_err *err) {
+    void *bits;
+    MOQ_TRY(moq_cuda_allocate(sizeof *amax, stream, &bits, err));
+    moq_status status = moq_cuda_find_amax(weight->data, weight->dtype, moq_tensor_numel(weight),
+                                           bits, stream, err);
+    if (status == MOQ_OK)
+        status = moq_cuda_download(amax, bits, sizeof *amax, stream, err);
+    moq_cuda_release(bits, stream);
+    return status;
+}
+
+moq_status moq_weight_amax(const moq_tensor *weight, void *stream, float *amax, moq_err *err) {
+    bool entered;
+    MOQ_TRY(check_weight(weight, err));
+    if (weight->device.kind != MOQ_CUDA) {
+        *amax = moq_cpu_amax(weight);
+        return MOQ_OK;
+    }
+    MOQ_TRY(moq_cuda_enter(weight->device.index, &entered, err));
+    moq_status status = find_on_device(weight, stream, amax, err);
+    moq_cuda_leave(entered);
+    return status;
+}
+
+/* The largest magnitude that a scale of the whole weight follows from. */
+static moq_status find_amax(const moq_tensor *weight, void *stream, float *amax, moq_err *err) {
+    MOQ_TRY(moq_weight_amax(weight, stream, amax, err));
+    if (isfinite(*amax))
+        return MOQ_OK;
+    return moq_fail_of(err, MOQ_ERR_VALUE, "weight",
+                       "expected finite values for the scale of all of them, got %g",
+                       (double)*amax);
 }
 
 /* The columns that share a scale. */
@@ -111,13 +149,13 @@ static void set_amax(const moq_algo_facts *facts, float amax, moq_quantize_weigh
 }
 
 moq_status moq_plan_quantize_weight(const char *algo, const moq_tensor *weight, float amax,
-                                    int64_t group_size, moq_scale_search search,
+                                    int64_t group_size, moq_scale_search search, void *stream,
                                     moq_quantize_weight_plan *plan, moq_err *err) {
     const moq_algo_facts *facts = moq_algo_facts_of(MOQ_ALGO_NONE);
     char shape[128];
     int64_t group;
     MOQ_TRY(find_algorithm(algo, &facts, err));
-    MOQ_TRY(moq_check_plain_weight(weight, err));
+    MOQ_TRY(check_weight(weight, err));
     if (weight->ndim != 2)
         return moq_fail_of(err, MOQ_ERR_VALUE, "weight", "expected [N, K], got shape %s",
                            moq_shape_text(weight, shape, sizeof shape));
@@ -125,7 +163,8 @@ moq_status moq_plan_quantize_weight(const char *algo, const moq_tensor *weight, 
     MOQ_TRY(check_search(facts, search, err));
     const int64_t rows = weight->shape[0], columns = weight->shape[1];
     const bool blocks = facts->scales == MOQ_SCALES_BLOCKS, fp4 = facts->codes == MOQ_STORED_E2M1;
-    *plan = (moq_quantize_weight_plan){.job = {.weight = weight->data,
+    *plan = (moq_quantize_weight_plan){.device = weight->device,
+                                       .job = {.weight = weight->data,
                                                .dtype = weight->dtype,
                                                .rows = rows,
                                                .columns = columns,
@@ -139,7 +178,7 @@ moq_status moq_plan_quantize_weight(const char *algo, const moq_tensor *weight, 
     int64_t across = (columns + group - 1) / group;
     bool whole = facts->scales == MOQ_SCALES_TENSOR || facts->second != MOQ_SECOND_NONE;
     if (amax < 0.0f && whole)
-        amax = moq_cpu_amax(weight);
+        MOQ_TRY(find_amax(weight, stream, &amax, err));
     if (amax >= 0.0f && (whole || (blocks && down * across == 1)))
         set_amax(facts, amax, plan);
     plan->codes =
@@ -155,11 +194,24 @@ moq_status moq_plan_quantize_weight(const char *algo, const moq_tensor *weight, 
     return MOQ_OK;
 }
 
+static moq_status run_on_cuda(const moq_weight_codes *job, moq_device device, void *stream,
+                              moq_err *err) {
+    bool entered;
+    MOQ_TRY(moq_cuda_enter(device.index, &entered, err));
+    moq_status status = moq_cuda_weight_codes(job, stream, err);
+    if (status == MOQ_OK && job->given > 0.0f)
+        status = moq_cuda_fill_floats(job->scales, job->given, 1, stream, err);
+    moq_cuda_leave(entered);
+    return status;
+}
+
 moq_status moq_run_quantize_weight(const moq_quantize_weight_plan *plan, const moq_tensor *codes,
-                                   const moq_tensor *scales, moq_err *err) {
+                                   const moq_tensor *scales, void *stream, moq_err *err) {
     moq_weight_codes job = plan->job;
     job.codes = codes->data;
     job.scales = scales->data;
+    if (plan->device.kind == MOQ_CUDA)
+        return run_on_cuda(&job, plan->device, stream, err);
     if (job.given > 0.0f)
         memcpy(scales->data, &job.given, sizeof job.given);
     if (!moq_cpu_weight_codes(&job))

@@ -27,16 +27,19 @@ def to_device(x: Any, device: Device = "cuda:0") -> Any:
     return _C.to_device(x, device_name(device))
 
 
-def to_host(x: Any) -> Any:
+def to_host(x: Any, out: Any = None) -> Any:
     """A CUDA tensor of any framework copied to a NumPy array, once the work queued before is done.
 
     Args:
         x: contiguous tensor on a CUDA device.
+        out: array of its shape and dtype, or raw integers of its width, in host memory; by default a new one.
 
     Returns:
-        A NumPy array; dtypes that NumPy has not are those of ml_dtypes if it is installed, else raw integers.
+        A NumPy array, `out` where it is given; dtypes that NumPy has not are those of ml_dtypes if it is installed, else raw integers.
 
     Raises:
         BufferError: x is not on a CUDA device, or has gaps.
+        ValueError: another shape, or gaps, of `out`.
+        TypeError: another dtype of it.
     """
-    return _C.to_host(x)
+    return _C.to_host(x, out)

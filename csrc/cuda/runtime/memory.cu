@@ -40,32 +40,57 @@ extern "C" moq_status moq_cuda_fill(void *out, int byte, size_t bytes, void *str
                           "filling device memory", err);
 }
 
-extern "C" moq_status moq_cuda_new(int32_t device, size_t bytes, void **out, moq_err *err) {
+/* Memory of a device, or of the host for it. */
+typedef enum { ON_DEVICE, PINNED } memory_kind;
+
+static moq_status make(memory_kind kind, int32_t device, size_t bytes, void **out, moq_err *err) {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     moq_cuda_device found;
     bool entered;
     MOQ_TRY(moq_cuda_query_device(device, &found, err));
     MOQ_TRY(moq_cuda_enter(device, &entered, err));
     cudaThreadExchangeStreamCaptureMode(&mode);
-    cudaError_t status = cudaMalloc(out, bytes);
+    cudaError_t status =
+        kind == PINNED ? cudaHostAlloc(out, bytes, cudaHostAllocPortable) : cudaMalloc(out, bytes);
     cudaThreadExchangeStreamCaptureMode(&mode);
     moq_cuda_leave(entered);
+    if (status == cudaErrorMemoryAllocation && kind == PINNED)
+        return moq_fail(err, MOQ_ERR_MEMORY, "the system locks no %zu bytes of memory", bytes);
     if (status == cudaErrorMemoryAllocation)
         return moq_fail(err, MOQ_ERR_MEMORY, "no %zu bytes are free on cuda:%d", bytes,
                         (int)device);
-    return moq_cuda_check(status, "cudaMalloc", err);
+    return moq_cuda_check(status, kind == PINNED ? "cudaHostAlloc" : "cudaMalloc", err);
 }
 
-extern "C" void moq_cuda_delete(int32_t device, void *memory) {
+static void end(memory_kind kind, int32_t device, void *memory) {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     bool entered;
     moq_err err;
     if (!memory || moq_cuda_enter(device, &entered, &err) != MOQ_OK)
         return;
     cudaThreadExchangeStreamCaptureMode(&mode);
-    cudaFree(memory);
+    if (kind == PINNED)
+        cudaFreeHost(memory);
+    else
+        cudaFree(memory);
     cudaThreadExchangeStreamCaptureMode(&mode);
     moq_cuda_leave(entered);
+}
+
+extern "C" moq_status moq_cuda_new(int32_t device, size_t bytes, void **out, moq_err *err) {
+    return make(ON_DEVICE, device, bytes, out, err);
+}
+
+extern "C" void moq_cuda_delete(int32_t device, void *memory) {
+    end(ON_DEVICE, device, memory);
+}
+
+extern "C" moq_status moq_cuda_new_pinned(int32_t device, size_t bytes, void **out, moq_err *err) {
+    return make(PINNED, device, bytes, out, err);
+}
+
+extern "C" void moq_cuda_delete_pinned(int32_t device, void *memory) {
+    end(PINNED, device, memory);
 }
 
 extern "C" moq_status moq_cuda_wait(void *stream, moq_err *err) {
