@@ -249,7 +249,7 @@ def compare_layers(directory, model):
         for name, module in model.named_modules():
             method = getattr(module, "quant_method", None)
             kind = type(method).__name__
-            if kind == "MoqextModelOptLinearMethod":
+            if kind.startswith("Moqext") and kind.endswith("LinearMethod"):
                 parent, _, own = name.rpartition(".")
                 parts = [f"{parent}.{part}".strip(".") for part in PARTS.get(own, (own,))]
                 layer = checkpoint.load(parts, dtype=DTYPE, device=DEVICE)
