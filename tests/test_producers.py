@@ -158,7 +158,7 @@ SCHEMES = [
     (args(4, "group", group_size=32), TOKEN, "W4A8_MXFP4_FP8", 0),
     (args(4, "group", group_size=32), GROUP, "W4A8_MXFP4_FP8", 1),
     (args(), args(dynamic=False), "FP8", 0),
-    (args(), None, "FP8", 0),
+    (args(), None, "FP8", 1),
     (args(), TOKEN, "FP8_PER_CHANNEL_PER_TOKEN", 0),
     (args(), args(dynamic=True), "FP8_PER_CHANNEL_PER_TOKEN", 0),
     (args(strategy="channel"), TOKEN, "FP8_PER_CHANNEL_PER_TOKEN", 0),

@@ -96,6 +96,7 @@ def test_right_values_and_names_of_builds_and_tests_are_not_mentioned():
         MOQEXT_VLLM_OPS="0",
         MOQEXT_VLLM_CHECK="0",
         MOQEXT_VLLM_FORCE="1",
+        MOQEXT_VLLM_COMPRESSED_TENSORS="1",
         MOQEXT_SGLANG_FORCE="1",
         NOT_MOQEXT_X="1",
     )

@@ -55,12 +55,27 @@ enum { COUNT = sizeof VARIABLES / sizeof *VARIABLES };
 _Static_assert(MOQ_MAX_THREADS == 1024, "the message has the number");
 
 /* Variables that builds, tests and plug-ins of engines read. */
-static const char *const OTHERS[] = {
-    "MOQEXT_CUDA",           "MOQEXT_CUDA_ARCHS", "MOQEXT_CUDA_HOME",       "MOQEXT_SANITIZE",
-    "MOQEXT_RACECHECK",      "MOQEXT_WERROR",     "MOQEXT_VERBOSE",         "MOQEXT_SEED",
-    "MOQEXT_EXAMPLES",       "MOQEXT_VLLM",       "MOQEXT_VLLM_EXCLUSION",  "MOQEXT_VLLM_COMPUTE",
-    "MOQEXT_VLLM_OPS",       "MOQEXT_VLLM_CHECK", "MOQEXT_VLLM_FAST_ACCUM", "MOQEXT_SGLANG",
-    "MOQEXT_SGLANG_COMPUTE", "MOQEXT_VLLM_FORCE", "MOQEXT_SGLANG_FORCE",    "MOQEXT_TUNE"};
+static const char *const OTHERS[] = {"MOQEXT_CUDA",
+                                     "MOQEXT_CUDA_ARCHS",
+                                     "MOQEXT_CUDA_HOME",
+                                     "MOQEXT_SANITIZE",
+                                     "MOQEXT_RACECHECK",
+                                     "MOQEXT_WERROR",
+                                     "MOQEXT_VERBOSE",
+                                     "MOQEXT_SEED",
+                                     "MOQEXT_EXAMPLES",
+                                     "MOQEXT_VLLM",
+                                     "MOQEXT_VLLM_EXCLUSION",
+                                     "MOQEXT_VLLM_COMPUTE",
+                                     "MOQEXT_VLLM_OPS",
+                                     "MOQEXT_VLLM_CHECK",
+                                     "MOQEXT_VLLM_FAST_ACCUM",
+                                     "MOQEXT_SGLANG",
+                                     "MOQEXT_SGLANG_COMPUTE",
+                                     "MOQEXT_VLLM_FORCE",
+                                     "MOQEXT_VLLM_COMPRESSED_TENSORS",
+                                     "MOQEXT_SGLANG_FORCE",
+                                     "MOQEXT_TUNE"};
 
 static bool is_known(moq_text name) {
     for (int i = 0; i < COUNT; i++) {

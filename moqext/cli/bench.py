@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import math
-import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from moqext.cli import text
+from moqext.cli.values import add_seed, choose_seed, seconds, whole
 from moqext.environment import environment
 from moqext.reader.files.whole import output_path, refuse_unwritable, write_whole
 from moqext.tools import bench
@@ -48,7 +47,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--algos", type=_names, default=bench.ALGOS, metavar="NAME,...", help="default: all")
     parser.add_argument("--threads", type=_threads, metavar="T", help="default: all")
     parser.add_argument(
-        "--seconds", type=_seconds, default=5.0, help="to spend on a shape and number of tokens (5)"
+        "--seconds", type=seconds, default=5.0, help="to spend on a shape and number of tokens (5)"
     )
     parser.add_argument(
         "--rotate",
@@ -56,7 +55,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="MB",
         help="weights of a contestant that take turns: four times the last cache, at least 400",
     )
-    parser.add_argument("--seed", type=_seed, help="of the data; a fresh one is drawn and printed")
+    add_seed(parser, "data")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--plot", type=output_path, metavar="FILE", help="write a roofline as SVG")
     parser.set_defaults(run=run)
@@ -64,7 +63,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
-    seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "little")
+    seed = choose_seed(args)
     try:
         bench.check(args.shapes, args.algos)
         if args.plot:
@@ -164,30 +163,20 @@ def _line(cells: Sequence[str]) -> str:
     return ("  " + " ".join(cells)).rstrip()
 
 
-def _whole(text: str, low: int, high: int, what: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"expected {what} from {low} to {high}, got {text!r}")
-    return value
-
-
 def _shapes(text: str) -> list[tuple[int, int]]:
     shapes = []
     for item in text.split(","):
         sides = re.fullmatch(r"([0-9]+)x([0-9]+)", item.strip())
         if not sides:
             raise argparse.ArgumentTypeError(f"expected OUTxIN,... as in 4096x14336, got {item!r}")
-        rows, columns = (_whole(side, 1, MAX_SIZE, "features") for side in sides.groups())
+        rows, columns = (whole(side, 1, MAX_SIZE, "features") for side in sides.groups())
         shapes.append((rows, columns))
     return shapes
 
 
 def tokens(text: str) -> list[int]:
     """The argument of `--tokens`: numbers with commas between them."""
-    return [_whole(item, 1, MAX_SIZE, "tokens") for item in text.split(",")]
+    return [whole(item, 1, MAX_SIZE, "tokens") for item in text.split(",")]
 
 
 def _names(text: str) -> list[str]:
@@ -195,22 +184,8 @@ def _names(text: str) -> list[str]:
 
 
 def _threads(text: str) -> int:
-    return _whole(text, 1, 1024, "threads")
+    return whole(text, 1, 1024, "threads")
 
 
 def _megabytes(text: str) -> int:
-    return _whole(text, 1, 1 << 20, "megabytes") * 1_000_000
-
-
-def _seed(text: str) -> int:
-    return _whole(text, 0, 2**64 - 1, "a seed")
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 3600:
-        raise argparse.ArgumentTypeError(f"expected seconds, more than 0 and at most 3600, got {text!r}")
-    return value
+    return whole(text, 1, 1 << 20, "megabytes") * 1_000_000

@@ -3,8 +3,6 @@
 import argparse
 import datetime
 import json
-import math
-import os
 import re
 import sys
 import time
@@ -17,6 +15,7 @@ from moqext.cli import text
 from moqext.cli.device import add_device, choose_device
 from moqext.cli.info import version
 from moqext.cli.progress import Progress
+from moqext.cli.values import add_seed, choose_seed, seconds
 from moqext.environment import cpu_model, cuda_attributes
 from moqext.reader.files.whole import output_path, refuse_unwritable, write_whole
 from moqext.tools.selftest import KernelRow, Selftest
@@ -24,8 +23,6 @@ from moqext.tools.selftest_times import TimedCell, time_cells
 
 SCHEMA = 1
 """Version of the report; raised when a key changes its meaning."""
-
-MAX_SECONDS = 86_400.0
 
 SHARE_OF_CHECKS = 0.65
 """The part of the time on a device after which times are taken."""
@@ -51,12 +48,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_device(parser, "auto")
     parser.add_argument(
         "--seconds",
-        type=_seconds,
+        type=seconds,
         default=60.0,
         metavar="S",
         help="to spend, about; at least one layer runs (60)",
     )
-    parser.add_argument("--seed", type=_seed, help="of the layers; a fresh one is drawn and printed")
+    add_seed(parser, "layers")
     parser.add_argument(
         "--report",
         type=output_path,
@@ -70,7 +67,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
     begin = clock()
-    seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "little")
+    seed = choose_seed(args)
     try:
         chosen, about = choose_device(args.device)
     except RuntimeError as error:
@@ -253,19 +250,3 @@ def _error(value: float) -> str:
 
 def _share(value: float) -> str:
     return f"{100 * value:.0f}%" if value < 100 else "> 9999%"
-
-
-def _seconds(value: str) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"expected seconds up to {MAX_SECONDS:.0f}, got {value!r}")
-    return seconds
-
-
-def _seed(value: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,20}", value) or int(value) >= 2**64:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 2**64 - 1, got {value!r}")
-    return int(value)

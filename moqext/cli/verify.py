@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -13,6 +12,7 @@ from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.plain import plain_tensors
 from moqext.cli.progress import Progress
 from moqext.cli.select import no_match
+from moqext.cli.values import add_seed, choose_seed, whole
 from moqext.cli.verify_report import Report, Table
 from moqext.errors import CheckpointError
 from moqext.reader.files.places import other_forms
@@ -51,7 +51,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--layers", metavar="GLOB", help="only layers whose name matches; * crosses dots")
     parser.add_argument("--tokens", type=_tokens, default=16, metavar="M", help="rows of activations (16)")
-    parser.add_argument("--seed", type=_seed, help="of the activations; a fresh one is drawn and printed")
+    add_seed(parser, "activations")
     add_layout_options(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
@@ -59,7 +59,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
-    seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(4), "little")
+    seed = choose_seed(args)
     try:
         chosen, about = choose_device(args.device)
     except RuntimeError as error:
@@ -121,19 +121,5 @@ def _why_nothing(checkpoint: Checkpoint, pattern: str | None, plain: Sequence[Te
     return "nothing to verify: no layer is quantized"
 
 
-def _number(text: str, expected: str, low: int, high: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-    return value
-
-
 def _tokens(text: str) -> int:
-    return _number(text, f"a positive number of at most {MAX_TOKENS}", 1, MAX_TOKENS)
-
-
-def _seed(text: str) -> int:
-    return _number(text, "a number from 0 to 2**64 - 1", 0, 2**64 - 1)
+    return whole(text, 1, MAX_TOKENS, "tokens")

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from moqext_torch import silu_and_mul
 from moqext_torch.stepping_aside import tell_fusion
 from moqext_vllm import quantized_input
-from moqext_vllm.config import MoqextConfig
+from moqext_vllm.choices import Choices
 from moqext_vllm.settings import runs_ops
 
 logger = logging.getLogger("vllm.moqext")
@@ -98,7 +98,7 @@ def find_config(layer: CustomOp) -> Any:
         ValueError: MOQEXT_VLLM_OPS says something that nobody knows.
     """
     config = get_current_vllm_config_or_none()
-    if config is None or not isinstance(config.quant_config, MoqextConfig):
+    if config is None or not isinstance(config.quant_config, Choices):
         return None
     if not config.quant_config.runs_neighbours:
         return None

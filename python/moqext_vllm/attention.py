@@ -25,7 +25,6 @@ from moqext import ops
 from moqext_torch.op import is_plain_call
 from moqext_torch.stepping_aside import tell_fusion
 from moqext_torch.texts import digest
-from moqext_vllm.kv_cache import MoqextKVCacheMethod
 from moqext_vllm.settings import runs_ops
 
 try:
@@ -252,8 +251,8 @@ def _store_once(impl: Any, *args: Any, **kwargs: Any) -> None:
 
 def _is_ours(attention: Any, q_norm: Any, k_norm: Any) -> bool:
     """Whether the layer is of a model of moqext and has a rotary embedding and norms of the usual kind."""
-    method = getattr(attention.attn, "quant_method", None)
-    if not (runs_ops() and isinstance(method, MoqextKVCacheMethod) and method.quant_config.runs_neighbours):
+    config = getattr(getattr(attention.attn, "quant_method", None), "quant_config", None)
+    if not (runs_ops() and getattr(config, "runs_neighbours", False)):
         return False
     why = _find_unusual(attention.rotary_emb, q_norm, k_norm)
     if why:

@@ -25,13 +25,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from moqext import ConfigError, LayerQuant, QuantConfig, detect
 from moqext_torch.stepping_aside import ReadConfig, Reason, read_config, tell_once
 from moqext_vllm import hand_back
-from moqext_vllm.attention import take_over
 from moqext_vllm.check import Stored, check_checkpoint, is_unquantized_head, refuse_stored_table
-from moqext_vllm.compiled import install_pass
+from moqext_vllm.choices import Choices
 from moqext_vllm.experts import MoqextModelOptMoEMethod
 from moqext_vllm.kv_cache import MoqextKVCacheMethod, refuse_cache
 from moqext_vllm.linear import MoqextModelOptLinearMethod
-from moqext_vllm.settings import enter_settings, read_fast_accum, read_force, read_ops
 
 logger = logging.getLogger("vllm.moqext")
 
@@ -54,7 +52,7 @@ def read_semantics() -> Semantics:
     raise ValueError(f"MOQEXT_VLLM_EXCLUSION: expected vllm or modelopt, got {value!r}")
 
 
-class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
+class MoqextConfig(Choices, ModelOptQuantConfigBase):  # type: ignore[misc]
     """A ModelOpt checkpoint's configuration, in front of the class of vLLM's that it stands for.
 
     Each is vLLM's own as well, with its fields: models of vLLM's ask for those, and layers that are not
@@ -64,28 +62,18 @@ class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         NAME: what vLLM calls the family.
         read: what moqext read; its names are vLLM's after `apply_vllm_mapper`. None where it reads nothing
             of what vLLM runs: then all is vLLM's.
-        refusal: what vLLM has against the configuration, None where it has nothing.
-        algorithms: of layers, as the configuration names them.
         stored: quantized layers outside of numbered ones, where the checkpoint's headers were read.
         renames: parts of names of tensors that vLLM's model does not know, and what it calls them.
         semantics: what its excluded names mean, as for `QuantConfig.is_excluded`.
-        compute: as for `moqext.LinearMethod`.
-        fast_accum: as for `moqext.LinearMethod`, of linears.
-        force: whether moqext runs what it can, even where vLLM would be faster.
     """
 
     NAME: ClassVar[str]
     STAND_IN: ClassVar[dict[str, Any]]
     """A configuration for vLLM's class where it refuses the checkpoint's."""
     read: ReadConfig | None
-    refusal: str | None
-    algorithms: list[str]
     stored: tuple[Stored, ...] | None = None
     renames: Mapping[str, str] = MappingProxyType({})
     semantics: Semantics
-    compute: str
-    fast_accum: bool
-    force: bool
 
     # --------------------------------------------------------------------------------- what vLLM asks first
 
@@ -126,8 +114,7 @@ class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         made.read, made.refusal = read, refusal
         made.algorithms = [] if read is None else read.algorithms()
         made.semantics = read_semantics()
-        made.compute = os.environ.get("MOQEXT_VLLM_COMPUTE") or "exact"
-        made.fast_accum, made.force = read_fast_accum(), read_force()
+        made.read_options()
         if read is None:
             logger.warning("moqext cannot read this configuration and leaves it to vLLM: %s", fault)
             return made
@@ -143,26 +130,6 @@ class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         """The configuration as moqext read it."""
         assert self.read is not None
         return self.read.config
-
-    def reason(self, algorithm: str) -> Reason | None:
-        """Why layers of an algorithm are vLLM's, None where they are moqext's."""
-        found = hand_back.reason_of_algorithm(algorithm, self.compute)
-        kept = found is not None and found.runs and (self.force or self.refusal is not None)
-        return None if kept else found
-
-    @property
-    def runs_any(self) -> bool:
-        """Whether layers of some algorithm of the checkpoint are moqext's."""
-        return any(self.reason(algorithm) is None for algorithm in self.algorithms)
-
-    @property
-    def runs_neighbours(self) -> bool:
-        """Whether what is between linears is moqext's, too.
-
-        Where vLLM's linears are the faster ones it joins norms and activations with them.
-        """
-        reasons = [self.reason(algorithm) for algorithm in self.algorithms]
-        return None in reasons and not any(reason is not None and reason.fuses for reason in reasons)
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """The dtypes that activations may have: with moqext float32, too."""
@@ -215,16 +182,7 @@ class MoqextConfig(ModelOptQuantConfigBase):  # type: ignore[misc]
         """
         if not self.runs_any:
             return self._left_whole(layer, prefix)
-        enter_settings(
-            compute=self.compute,
-            fast_accum=self.fast_accum,
-            ops=read_ops(),
-            semantics=self.semantics,
-            force=self.force,
-        )
-        if self.runs_neighbours:
-            install_pass()
-            take_over()
+        self.enter(semantics=self.semantics)
         if isinstance(layer, (Attention, MLAAttention)):
             return MoqextKVCacheMethod(self, prefix)
         is_head, is_experts = isinstance(layer, ParallelLMHead), isinstance(layer, RoutedExperts)

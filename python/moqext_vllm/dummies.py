@@ -12,6 +12,7 @@ from vllm.config import get_current_vllm_config_or_none
 logger = logging.getLogger("vllm.moqext")
 
 SCALES = {"weight_scale": 1e-2, "weight_scale_2": 1e-3, "input_scale": 1e-2, "pre_quant_scale": 1.0}
+SCALES |= {"weight_global_scale": 1e3, "input_global_scale": 1e2}
 """Values of scales: codes times them make weights of some hundredths. Block scales, in E4M3, are 1."""
 POWER = 120
 """Block scales of MX: 2^-7."""

@@ -1,6 +1,7 @@
 """The method of quantized linears, by `moqext.LinearMethod`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.utils import replace_parameter
 
-from moqext import CheckpointError, LayerQuant, LinearMethod, UnsupportedQuantization
+from moqext import CheckpointError, LayerQuant, LinearMethod, ParamSpec, UnsupportedQuantization
 from moqext_torch.exchange import NAMED
 from moqext_torch.op import ROLES, find_method, is_plain_call
 from moqext_vllm import quantized_input
@@ -25,7 +26,12 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         prefix: its name, for messages.
         compute: as for `moqext.LinearMethod`.
         fast_accum: as for `moqext.LinearMethod`, where weights are FP8; others have no such sums.
+
+    Attributes:
+        names: the parameters of tensors that the checkpoint calls otherwise than ModelOpt.
     """
+
+    names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, quant: LayerQuant, prefix: str, compute: str, fast_accum: bool = False) -> None:
         super().__init__()
@@ -84,12 +90,10 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
             layer.weight_block_size = [BLOCK, BLOCK]
         loader = extra_weight_attrs["weight_loader"]
         for role, spec in specs.items():
-            layer.register_parameter(role, make_parameter(role, spec, self.partitions, loader, self.prefix))
+            self._register(layer, role, spec, loader)
         if "input_scale" not in specs:  # exporters write it for formats that have no use for it, too
             spec = specs["weight_scale"]._replace(shape=(len(self.partitions),), dtype="float32")
-            layer.register_parameter(
-                "input_scale", make_parameter("input_scale", spec, self.partitions, loader, self.prefix)
-            )
+            self._register(layer, "input_scale", spec, loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Prepares the loaded tensors, again after a reload, into the tensors of the first time.
@@ -105,7 +109,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
             and shared is not None
             and bool((shared == shared[0]).all())
         )
-        method = self._find_method(layer.weight.device)
+        method = self._find_method(self._parameter(layer, "weight").device)
         room = self._room(layer, method, given)
         try:
             prepared = method.prepare(given, room)
@@ -151,9 +155,19 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
             return linear_weight(self._loaded(layer), self.quant, self.partitions, self.dtype)
         found = [None if name is None else getattr(layer, name).data for name in self.sources]
         params = {role: tensor for role, tensor in zip(ROLES, found, strict=True) if tensor is not None}
-        return self._by_product(params, layer.weight.device).T.to(self.dtype).contiguous()
+        return self._by_product(params, self._parameter(layer, "weight").device).T.to(self.dtype).contiguous()
 
     # ------------------------------------------------------------------------------------------------ steps
+
+    def _register(self, layer: torch.nn.Module, role: str, spec: ParamSpec, loader: Any) -> None:
+        """Gives the layer the parameter of a tensor."""
+        name = self.names.get(role, role)
+        layer.register_parameter(name, make_parameter(name, spec, self.partitions, loader, self.prefix))
+
+    def _parameter(self, layer: torch.nn.Module, role: str) -> torch.nn.Parameter:
+        """The parameter of a tensor."""
+        found: torch.nn.Parameter = getattr(layer, self.names.get(role, role))
+        return found
 
     def _fit(
         self,
@@ -229,8 +243,10 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
             CheckpointError: a slot was never filled.
         """
         found: dict[str, torch.Tensor] = {}
-        for role, spec in self._find_method(layer.weight.device).checkpoint_params.items():
-            parameter = getattr(layer, role)
+        for role, spec in self._find_method(
+            self._parameter(layer, "weight").device
+        ).checkpoint_params.items():
+            parameter = self._parameter(layer, role)
             tensor, filled = parameter.data, noted(parameter)
             parts = slots(tensor, self.partitions)
             skipped = self.method is not None and was_skipped(parameter)
@@ -242,9 +258,8 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
             if not empty:
                 found[role] = tensor.cpu() if spec.dtype == "float32" else tensor
             elif spec.required or len(empty) < len(parts):
-                raise CheckpointError(
-                    f"{self.prefix}: {role} was never loaded{_of_parts(empty, len(self.partitions))}"
-                )
+                where, name = _of_parts(empty, len(self.partitions)), self.names.get(role, role)
+                raise CheckpointError(f"{self.prefix}: {name} was never loaded{where}")
         return found
 
     def _room(
@@ -262,7 +277,8 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
             if held is not None and tuple(held.shape) == spec.shape and not held.is_meta:
                 room[role] = held
             else:
-                room[role] = torch.empty(spec.shape, dtype=NAMED[spec.dtype], device=layer.weight.device)
+                device = self._parameter(layer, "weight").device
+                room[role] = torch.empty(spec.shape, dtype=NAMED[spec.dtype], device=device)
         return room
 
     def _settle(self, layer: torch.nn.Module, method: LinearMethod, prepared: Any) -> None:
@@ -274,9 +290,10 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
             if tensor is None:
                 sources.append(None)
             elif role in specs and specs[role].dtype != "float32":
-                if tensor.data_ptr() != getattr(layer, role).data_ptr():
-                    replace_parameter(layer, role, tensor)
-                sources.append(role)
+                name = self.names.get(role, role)
+                if tensor.data_ptr() != getattr(layer, name).data_ptr():
+                    replace_parameter(layer, name, tensor)
+                sources.append(name)
             else:
                 layer.register_buffer(f"moqext_{role}", tensor)  # vLLM's reload keeps no other in step
                 sources.append(f"moqext_{role}")
@@ -287,7 +304,8 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         one_scale = len(self.partitions) == 1 or self.one_input_scale
         self.coded = None
         if self.quant.quant_algo == "FP8" and one_scale and "input_scale" in prepared:
-            self.coded = self._find_method(layer.weight.device, quantized_input=True)
+            device = self._parameter(layer, "weight").device
+            self.coded = self._find_method(device, quantized_input=True)
             layer.moqext_code_scale = prepared["input_scale"].view(-1)[:1]
             if len(self.partitions) == 1:
                 quantized_input.offer(layer)
@@ -300,7 +318,12 @@ def _of_parts(empty: Sequence[int], count: int) -> str:
     return f" for part {', '.join(map(str, empty))} of the {count} fused"
 
 
-if hasattr(vllm_linear, "register_weight_loader_v2_supported_method"):
-    vllm_linear.register_weight_loader_v2_supported_method(MoqextModelOptLinearMethod)
-else:
-    vllm_linear.WEIGHT_LOADER_V2_SUPPORTED.append(MoqextModelOptLinearMethod.__name__)
+def take_shards(method: type[LinearMethodBase]) -> None:
+    """Has vLLM's loaders hand shards of fused layers to a method; they know such methods by name."""
+    if hasattr(vllm_linear, "register_weight_loader_v2_supported_method"):
+        vllm_linear.register_weight_loader_v2_supported_method(method)
+    else:
+        vllm_linear.WEIGHT_LOADER_V2_SUPPORTED.append(method.__name__)
+
+
+take_shards(MoqextModelOptLinearMethod)

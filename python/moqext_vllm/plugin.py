@@ -44,8 +44,11 @@ NEEDED_BY_LAYERS = {  # what moqext's kernels in vLLM's own layers need besides
     "vllm.model_executor.custom_op": ("CustomOp", "op_registry_oot"),
     "vllm.model_executor.layers.activation": ("SiluAndMul",),
 }
-
-
+NEEDED_BY_COMPRESSED_TENSORS = {
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors": (
+        "CompressedTensorsConfig",
+    ),
+}
 NEEDED_BY_GATE = {
     "vllm.model_executor.custom_op": ("PluggableLayer", "op_registry_oot"),
     "vllm.model_executor.layers.fused_moe.router.gate_linear": ("GateLinear",),
@@ -68,6 +71,7 @@ def find_missing(needed: dict[str, tuple[str, ...]] = NEEDED) -> list[str]:
 def register() -> None:
     """Puts moqext in the place of vLLM's "modelopt", "modelopt_fp4", "modelopt_mxfp8" and "modelopt_mixed".
 
+    With MOQEXT_VLLM_COMPRESSED_TENSORS=1 in that of "compressed-tensors" as well.
     Norms and activations between their linears run by moqext, too, see `moqext_vllm.activations`. vLLM calls
     it in each of its processes, and may do so again. With MOQEXT_VLLM=0, or where this vLLM lacks what the
     plug-in needs, vLLM is left as it is.
@@ -81,9 +85,12 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from moqext_vllm.config import CONFIGS
+    from moqext_vllm.settings import read_compressed_tensors
 
     for config in CONFIGS:
         register_quantization_config(config.NAME)(config)
+    if read_compressed_tensors():
+        _register_compressed_tensors()
     missing = find_missing(NEEDED_BY_LAYERS)
     if missing:
         logger.warning("moqext leaves norms and activations to this vLLM: it has no %s", ", ".join(missing))
@@ -98,3 +105,15 @@ def register() -> None:
         from moqext_vllm.gate import register_gate
 
         register_gate()
+
+
+def _register_compressed_tensors() -> None:
+    missing = find_missing(NEEDED_BY_COMPRESSED_TENSORS)
+    if missing:
+        logger.warning("moqext leaves compressed-tensors to this vLLM: it has no %s", ", ".join(missing))
+        return
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from moqext_vllm.compressed_tensors import MoqextCompressedTensorsConfig
+
+    register_quantization_config(MoqextCompressedTensorsConfig.NAME)(MoqextCompressedTensorsConfig)

@@ -70,6 +70,15 @@ def read_force() -> bool:
     return _read_switch("MOQEXT_VLLM_FORCE")
 
 
+def read_compressed_tensors() -> bool:
+    """Whether MOQEXT_VLLM_COMPRESSED_TENSORS is "1": checkpoints of compressed-tensors are moqext's, too.
+
+    Raises:
+        ValueError: it says something that is neither 0 nor 1.
+    """
+    return _read_switch("MOQEXT_VLLM_COMPRESSED_TENSORS")
+
+
 def _read_switch(name: str) -> bool:
     value = os.environ.get(name) or "0"
     if value == "0" or value == "1":

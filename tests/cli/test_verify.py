@@ -186,10 +186,10 @@ def test_bad_arguments(data, tmp_path, capsys):
     assert main(["verify", str(tmp_path / "absent")]) == 2
     assert "absent" in capsys.readouterr().err
     for option, value, message in (
-        ("--tokens", "0", "expected a positive number"),
-        ("--tokens", "many", "expected a positive number of at most 1000000, got 'many'"),
-        ("--tokens", "99999999999", "expected a positive number of at most 1000000"),
-        ("--seed", "-1", "expected a number from 0"),
+        ("--tokens", "0", "expected tokens from 1 to 1000000"),
+        ("--tokens", "many", "expected tokens from 1 to 1000000, got 'many'"),
+        ("--tokens", "99999999999", "expected tokens from 1 to 1000000"),
+        ("--seed", "-1", "expected a seed from 0"),
         ("--device", "tpu", 'expected "cpu", "cuda:N" or "auto", got \'tpu\''),
         ("--device", "cuda:x", "got 'cuda:x'"),
     ):

@@ -26,11 +26,11 @@ from sglang.srt.models.utils import WeightsMapper  # noqa: E402
 
 import moqext  # noqa: E402
 from moqext import CheckpointError, ConfigError, QuantConfig, UnsupportedQuantization  # noqa: E402
-from moqext.algorithms import ALGORITHMS  # noqa: E402
 from moqext_sglang import config as plugin  # noqa: E402
 from moqext_sglang import register  # noqa: E402
 from moqext_sglang.cache import MoqextKVCacheMethod  # noqa: E402
 from moqext_sglang.experts import MoqextFusedMoEMethod  # noqa: E402
+from moqext_sglang.hand_back import reason_of_algorithm  # noqa: E402
 from moqext_sglang.linear import MoqextLinearMethod  # noqa: E402
 from moqext_sglang.registration import recognise  # noqa: E402
 
@@ -186,15 +186,16 @@ def test_mixtures_of_fp8_alone_are_recognised():
     assert recognise({"quant_method": "w4afp8"}, None, {"quantization": w4afp8}) is None
 
 
-@pytest.mark.parametrize("algo, error", [("NVFP9", ConfigError), ("W4A16_AWQ", UnsupportedQuantization)])
+@pytest.mark.parametrize("algo, error", [("NVFP9", ConfigError), ("nvfp4_svd", UnsupportedQuantization)])
 def test_what_nobody_runs_is_refused(tmp_path, algo, error):
     """SGLang loads such a checkpoint as if it were not quantized, without a word."""
-    document = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algo, "group_size": 128}}
+    document = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algo, "group_size": 16}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(document))
-    with pytest.raises(error, match=algo):
+    with pytest.raises(error, match=algo.upper()):
         model_config(path=tmp_path)._verify_quantization()
-    with pytest.raises(error, match=algo):
-        QUANTIZATION_METHODS["modelopt"].from_config(document)
+    for name in ("modelopt", "modelopt_fp4"):
+        with pytest.raises(error, match=algo.upper()):
+            QUANTIZATION_METHODS[name].from_config(document)
 
 
 def test_configurations_of_others_are_not_touched():
@@ -229,7 +230,7 @@ def test_genuine_configurations(path):
     }
     for name in sorted(name for name in names if not name.endswith("kv_b_proj")):
         algo = told.layer_algo(name)
-        if algo is not None and ALGORITHMS[algo].linear is None:
+        if algo is not None and reason_of_algorithm(algo, "exact") is not None:
             if name in told.quantized_layers:  # SGLang knows modules by the names that are listed
                 assert type(method_of(made, LinearBase, name)).__module__.startswith("sglang."), name
             continue

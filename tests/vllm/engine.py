@@ -239,6 +239,11 @@ def layers(*directories):
         del llm
 
 
+def is_linear(method):
+    """Whether a method is moqext's of linears."""
+    return type(method).__name__ in ("MoqextModelOptLinearMethod", "MoqextCompressedTensorsLinearMethod")
+
+
 def compare_layers(directory, model):
     import moqext
 
@@ -249,7 +254,7 @@ def compare_layers(directory, model):
         for name, module in model.named_modules():
             method = getattr(module, "quant_method", None)
             kind = type(method).__name__
-            if kind == "MoqextModelOptLinearMethod":
+            if is_linear(method):
                 parent, _, own = name.rpartition(".")
                 parts = [f"{parent}.{part}".strip(".") for part in PARTS.get(own, (own,))]
                 layer = checkpoint.load(parts, dtype=DTYPE, device=DEVICE)
@@ -376,7 +381,7 @@ def outputs(model):
     """Tells of each quantized linear whether its output is finite, and not zero."""
     found = {}
     for name, module in model.named_modules():
-        if type(getattr(module, "quant_method", None)).__name__ == "MoqextModelOptLinearMethod":
+        if is_linear(getattr(module, "quant_method", None)):
             columns = module.quant_method.in_features
             x = torch.linspace(-1, 1, 3 * columns, device=DEVICE).reshape(3, columns)
             y = module.quant_method.apply(module, x.to(getattr(torch, DTYPE)))
@@ -636,8 +641,8 @@ def error(directory):
         say(None)
 
 
-def classes():
-    """Which classes vLLM has for ModelOpt, once its plug-ins are loaded, twice."""
+def classes(*names):
+    """Which classes vLLM has for names of methods, once its plug-ins are loaded, twice."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -647,7 +652,6 @@ def classes():
     load_general_plugins()
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    names = ("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8")
     say({name: get_quantization_config(name).__module__.split(".")[0] for name in names})
 
 
@@ -668,6 +672,11 @@ def ops(directory, how, options="{}"):
         counts.update(dict.fromkeys(counts, 0))
     key = llm.llm_engine.vllm_config.compute_hash()
     say([generate_two(llm), llm.apply_model(replaced)[0], counts, key])
+
+
+def two_best(directory):
+    """The tokens as `generate_two` has them."""
+    say(generate_two(make_engine(directory, hf_overrides=without_cache(directory))))
 
 
 def generate_two(llm):

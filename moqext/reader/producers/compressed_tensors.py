@@ -17,7 +17,7 @@ one scale for a weight and activations scaled by token, that scale stands for ev
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from moqext.reader.files.tensor_header import TensorInfo
 from moqext.reader.producers.fields import Fields
@@ -40,22 +40,34 @@ _CACHE = re.compile(r"(?P<attention>.*)\.(?P<part>[kv])_proj\.output_scale")
 _READERS = "vLLM, SGLang, and Transformers with compressed-tensors read it"
 
 
-@dataclass(frozen=True)
-class Group:
-    """One entry of `config_groups`.
+class Scheme(NamedTuple):
+    """How an entry of `config_groups` quantizes.
 
     Attributes:
         algo: the algorithm.
         group_size: of its blocks, None for its own.
         by_row: whether one scale of a weight stands for every row.
-        names: modules that it names.
-        patterns: tell whether a module is one of it.
-        by_class: whether it names classes of modules.
+        otherwise: what the producer and this algorithm do with activations, empty where both do the same.
     """
 
     algo: str
     group_size: int | None
     by_row: bool
+    otherwise: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """One entry of `config_groups`.
+
+    Attributes:
+        scheme: how it quantizes.
+        names: modules that it names.
+        patterns: tell whether a module is one of it.
+        by_class: whether it names classes of modules.
+    """
+
+    scheme: Scheme
     names: frozenset[str]
     patterns: tuple[Callable[[str], bool], ...]
     by_class: bool
@@ -91,29 +103,13 @@ class CompressedTensors:
 
     def _group(self, name: str, fields: Fields) -> Group | None:
         """The group, None for one that only quantizes a cache."""
-        weights, inputs = fields.inner("weights"), fields.inner("input_activations")
-        if weights is None:
-            self._kv_algo = self._kv_algo or self._cache(inputs)
+        if fields.inner("weights") is None:
+            self._kv_algo = self._kv_algo or self._cache(fields.inner("input_activations"))
             return None
-        style = fields.text("format") or self._fields.text("format") or "weights"
-        kind, bits = weights.text("type") or "int", weights.number("num_bits") or 8
-        odd = "asymmetric " if weights.raw("symmetric") is False else ""
-        if kind != "float" or odd:
-            message = f"{style}: {odd}{bits}-bit {kind}s are not read here; {_READERS}"
-            raise weights.refused("", message)
-        scheme = (bits, weights.text("strategy") or "tensor", _activations(inputs))
-        if scheme not in _SCHEMES:
-            what = f"{bits}-bit floats by {scheme[1]} with activations {scheme[2]}"
-            raise fields.refused("", f"{style}: {what} are not read here; {_READERS}")
-        algo, by_row = _SCHEMES[scheme]
-        block = weights.raw("block_structure")
-        if algo == "FP8_PB_WO" and block not in (None, [128, 128], "128x128"):
-            raise weights.wrong("block_structure", "[128, 128]", block)
-        if scheme in _OTHERWISE:
-            self._notes.append(f"{fields.path} {_OTHERWISE[scheme]}")
-        names, patterns, by_class = self._matchers(f"config_groups.{name}.targets", fields.texts("targets"))
-        size = weights.number("group_size") if scheme[1] in ("group", "tensor_group") else None
-        return Group(algo, size, by_row, names, patterns, by_class)
+        scheme = read_scheme(fields, fields.text("format") or self._fields.text("format") or "weights")
+        if scheme.otherwise:
+            self._notes.append(f"{fields.path} {scheme.otherwise}")
+        return Group(scheme, *self._matchers(f"config_groups.{name}.targets", fields.texts("targets")))
 
     def _matchers(
         self, where: str, entries: Iterable[str]
@@ -169,7 +165,7 @@ class CompressedTensors:
             "kv_cache_quant_algo": self._kv_algo,
             "exclude_modules": sorted(excluded),
         }
-        schemes = {(group.algo, group.group_size) for group in self._groups}
+        schemes = {group.scheme[:2] for group in self._groups}
         if len(schemes) == 1:
             algo, size = schemes.pop()
             quantization["quant_algo"] = algo
@@ -177,8 +173,8 @@ class CompressedTensors:
         elif schemes:
             quantization["quant_algo"] = "MIXED_PRECISION"
             quantization["quantized_layers"] = {
-                module: {"quant_algo": group.algo}
-                | ({} if group.group_size is None else {"group_size": group.group_size})
+                module: {"quant_algo": group.scheme.algo}
+                | ({} if group.scheme.group_size is None else {"group_size": group.scheme.group_size})
                 for module, group in self._listed(names).items()
             }
         return {"producer": {"name": NAME, "version": self._version}, "quantization": quantization}
@@ -216,9 +212,39 @@ class CompressedTensors:
         if role == "weight_scale" and info.numel == 1:
             weight = tensors.get(f"{module}.weight")
             group = self._group_of(module)
-            if weight is not None and len(weight.shape) == 2 and group is not None and group.by_row:
+            if weight is not None and len(weight.shape) == 2 and group is not None and group.scheme.by_row:
                 return View(name, weight.shape[:1], "rows")
         return View(name, info.shape)
+
+
+def read_scheme(fields: Fields, style: str) -> Scheme:
+    """How an entry of `config_groups` with weights quantizes.
+
+    Args:
+        fields: the entry.
+        style: its format, for messages.
+
+    Raises:
+        ConfigError: in a way that is not read here.
+    """
+    weights = fields.inner("weights")
+    if weights is None:
+        raise fields.wrong("weights", "an object", None)
+    kind, bits = weights.text("type") or "int", weights.number("num_bits") or 8
+    odd = "asymmetric " if weights.raw("symmetric") is False else ""
+    if kind != "float" or odd:
+        raise weights.refused("", f"{style}: {odd}{bits}-bit {kind}s are not read here; {_READERS}")
+    strategy = weights.text("strategy") or "tensor"
+    scheme = (bits, strategy, _activations(fields.inner("input_activations")))
+    if scheme not in _SCHEMES:
+        what = f"{bits}-bit floats by {strategy} with activations {scheme[2]}"
+        raise fields.refused("", f"{style}: {what} are not read here; {_READERS}")
+    algo, by_row = _SCHEMES[scheme]
+    block = weights.raw("block_structure")
+    if algo == "FP8_PB_WO" and block not in (None, [128, 128], "128x128"):
+        raise weights.wrong("block_structure", "[128, 128]", block)
+    size = weights.number("group_size") if strategy in ("group", "tensor_group") else None
+    return Scheme(algo, size, by_row, _OTHERWISE.get(scheme, ""))
 
 
 def _refuse_changes(fields: Fields) -> None:
@@ -255,6 +281,7 @@ _SCHEMES: dict[tuple[int, str, str], tuple[str, bool]] = {
 """Bits of weights, what shares their scales, activations -> algorithm, whether one scale is that of rows."""
 
 _OTHERWISE = {
+    (8, "tensor", "plain"): "leaves activations as they are; here one scale is found for all tokens",
     (8, "channel", "plain"): "leaves activations as they are; here they are quantized by token",
     (8, "block", "plain"): "leaves activations as they are; here they are quantized by groups of 128",
     (8, "channel", "fp8"): "has one scale for activations; here they are quantized by token",
