@@ -50,6 +50,11 @@ C_FILES   = $(shell find csrc tests -name third_party -prune -o -name '*.[ch]' -
 
 demo: .venv/.installed
 	.venv/bin/python -m moqext verify --device auto $(DEMO)
+	@printf '%s\n' '' 'What to type next:' \
+	  '  . .venv/bin/activate' \
+	  '  moqext inspect $(DEMO)    # what a checkpoint holds; --html FILE writes a page' \
+	  '  moqext inspect DIR    # one of yours; docs/models.md has names to download' \
+	  '  moqext --help         # all commands; docs/start.md is the first quarter of an hour'
 
 test: .venv/.installed-test
 	.venv/bin/pytest -q -n $(WORKERS) $(PYTEST)
@@ -161,8 +166,8 @@ define needs
 	$(1)/bin/$(PIP) -r $(1)/needs.txt
 endef
 
-# $(call install,ENVIRONMENT,options of build_ext): builds with the environment's own Python, which shows each file
-# compiled as pip does not, and installs from the same objects.
+# $(call install,ENVIRONMENT,options of build_ext): builds with the environment's own Python, which shows how far
+# it is as pip does not, and installs from the same objects.
 define install
 	$(FRESH)
 	$(1)/bin/python setup.py -q build_ext $(2)

@@ -15,7 +15,7 @@ Environment:
   MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer, and checks of invariants
   MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower
   MOQEXT_WERROR=1          warnings are errors, and csrc/core is compiled with -Wconversion
-  MOQEXT_VERBOSE=1         shows the command of every compiler
+  MOQEXT_VERBOSE=1         shows each file with its command and its seconds, instead of a bar
   MAX_JOBS                 compilers at a time; default: the number of cores
 """
 
@@ -62,6 +62,8 @@ FILE_OPTIONS = {
 X86_ENDS = ("_avx2", "_avx512", "_avx512bf16", "_amx")  # files for processors of one architecture
 SYSTEM_LIBRARIES = ["dl", "pthread"]  # parts of libc since glibc 2.34; OpenMP is found at run time
 # One header of each package that a toolkit is made of: where all are there, pip's packages are not looked at.
+LINES_EVERY = 10.0  # seconds between two lines on the progress of a build, where no terminal shows a bar
+BAR = 30  # columns of the bar
 TOOLKIT_HEADERS = ("cuda_runtime.h", "crt/host_config.h", "cccl/nv/target")
 PIP_TOOLKIT = Path("nvidia", "cu13")  # where pip's nvidia-* packages unpack, below site-packages
 
@@ -319,26 +321,71 @@ def compile_unit(unit):
     return 0, done.stdout, time.monotonic() - start
 
 
-def compile_all(units):
-    """Compiles the units that are out of date, the slow ones of nvcc first, until one fails.
+class Progress:
+    """Tells how far the compilers are, and all that one writes.
 
-    Says of each when it is done: which of how many, and its seconds. What a compiler wrote follows whole.
+    A terminal has a bar, else there is a line every LINES_EVERY seconds; MOQEXT_VERBOSE=1 has a line a file.
     """
+
+    def __init__(self, total):
+        self.total, self.verbose, self.begin = total, flag("MOQEXT_VERBOSE"), time.monotonic()
+        dumb = os.environ.get("TERM", "dumb") in ("", "dumb")
+        self.terminal = sys.stdout.isatty() and not dumb and not self.verbose
+        self.next = self.begin + LINES_EVERY
+        self.draw(0, "")
+
+    def __call__(self, count, unit, seconds, output):
+        """One more unit is done, the `count`-th."""
+        if self.verbose:
+            width = len(str(self.total))
+            print(
+                f"[{count:{width}}/{self.total}] {unit.source} {seconds:.1f} s\n{output}", end="", flush=True
+            )
+            return
+        if output:
+            self.wipe()
+            print(f"{unit.source}:\n{output}", end="", flush=True)
+        self.draw(count, unit.source)
+        if not self.terminal and time.monotonic() >= self.next:
+            self.next = time.monotonic() + LINES_EVERY
+            say(f"compiled {count} of {self.total} files, {time.monotonic() - self.begin:.0f} s")
+
+    def draw(self, count, source):
+        """Rewrites the line of the bar, on a terminal."""
+        if self.terminal and self.total:
+            filled = BAR * count // self.total
+            line = f"moqext: [{'#' * filled}{'.' * (BAR - filled)}] {count}/{self.total} {source}"
+            print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+
+    def wipe(self):
+        """Clears the line of the bar, for what is to be printed."""
+        if self.terminal and self.total:
+            print("\r\x1b[K", end="", flush=True)
+
+    def end(self):
+        """Says how many files there were, and how long they took."""
+        self.wipe()
+        if self.total:
+            say(f"compiled {self.total} files in {time.monotonic() - self.begin:.0f} s")
+
+
+def compile_all(units):
+    """Compiles the units that are out of date, the slow ones of nvcc first, until one fails."""
     stale = [unit for unit in units if not up_to_date(unit)]
     stale.sort(key=lambda unit: unit.source.suffix != ".cu")
+    progress = Progress(len(stale))
     jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
         running = {pool.submit(compile_unit, unit): unit for unit in stale}
         for count, done in enumerate(as_completed(running), 1):
             unit, (status, output, seconds) = running[done], done.result()
-            width = len(str(len(stale)))
-            print(
-                f"[{count:{width}}/{len(stale)}] {unit.source} {seconds:.1f} s\n{output}", end="", flush=True
-            )
+            progress(count, unit, seconds, output)
             if status:
                 pool.shutdown(cancel_futures=True)
+                progress.wipe()
                 hint = " (MOQEXT_CUDA=0 builds without CUDA)" if unit.source.suffix == ".cu" else ""
                 fail(f"{Path(unit.command[0]).name} failed on {unit.source}{hint}")
+    progress.end()
 
 
 class BuildExt(build_ext):

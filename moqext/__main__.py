@@ -8,11 +8,26 @@ from collections.abc import Sequence
 
 import moqext
 from moqext import interrupts
-from moqext.cli import bench, compare, convert, info, inspect, quantize, repair, selftest, text, tune, verify
+from moqext.cli import (
+    bench,
+    compare,
+    convert,
+    generate,
+    info,
+    inspect,
+    quantize,
+    repair,
+    selftest,
+    text,
+    tune,
+    verify,
+)
 from moqext.cli.signals import Terminated, raise_terminated
 
-DESCRIPTION = "Inspect, check, run, convert, quantize and repair NVIDIA ModelOpt (FP8, NVFP4) checkpoints."
-COMMANDS = (inspect, verify, compare, convert, quantize, repair, bench, tune, selftest, info)
+DESCRIPTION = (
+    """Inspect, check, run and convert ModelOpt checkpoints. Quantize models, repair exports, time kernels."""
+)
+COMMANDS = (inspect, verify, generate, compare, convert, quantize, repair, bench, tune, selftest, info)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -350,6 +350,17 @@ def test_the_package_imports_no_framework_and_nothing_above_it():
     assert offenders(PYTHON_FILES, refused) == {}
 
 
+def test_one_module_reaches_a_framework_package():
+    """`generate` imports the module that its PROVIDER names, when it runs; nothing else does by name."""
+
+    def by_name(path):
+        yield from re.findall(r"""["']moqext_\w+\.\w[\w.]*["']""", read(path))
+
+    provider = re.search(r'^PROVIDER = ("moqext_(\w+)\.(\w+)")$', read(ROOT / "moqext/cli/generate.py"), re.M)
+    assert offenders(PYTHON_FILES, by_name) == {"moqext/cli/generate.py": [provider[1]]}
+    assert (ROOT / "python" / f"moqext_{provider[2]}" / f"{provider[3]}.py").is_file()
+
+
 def test_reference_is_independent():
     """moqext.reference is what the C code is compared with, so it uses nothing else of moqext."""
     files = [

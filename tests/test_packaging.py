@@ -1,13 +1,19 @@
 """The build and what it installs: one exported symbol, an abi3 tag, no driver; MOQEXT_CUDA as documented."""
 
+import fcntl
 import importlib.metadata
 import os
+import pty
 import re
 import runpy
 import shutil
+import struct
 import subprocess
 import sys
+import termios
+import threading
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +131,7 @@ def fake_nvcc(home, body):
     return home
 
 
-def build(tree, tmp_path, **env):
+def build(tree, tmp_path, run=run, **env):
     """Builds in `tmp_path` with no CUDA to be found but what `env` names; returns exit status and output."""
     tools = tmp_path / "path"
     tools.mkdir(exist_ok=True)
@@ -134,7 +140,7 @@ def build(tree, tmp_path, **env):
             (tools / name).symlink_to(shutil.which(name))
     clean = {"MOQEXT_CUDA": None, "MOQEXT_CUDA_HOME": None, "MOQEXT_CUDA_ARCHS": None, "CUDA_HOME": None}
     clean |= {"CUDA_PATH": None, "MOQEXT_SANITIZE": None, "MOQEXT_WERROR": None, "MOQEXT_RACECHECK": None}
-    clean |= {"PATH": str(tools)}
+    clean |= {"PATH": str(tools), "MOQEXT_VERBOSE": "1"}
     command = [sys.executable, "setup.py", "build_ext", "-b", tmp_path / "lib", "-t", tmp_path / "temp"]
     done = run(command, cwd=tree, **(clean | env))
     return done.returncode, done.stdout + done.stderr
@@ -263,6 +269,77 @@ def compiled(result):
     assert [int(count) for count, _, _ in lines] == list(range(1, len(lines) + 1))
     assert {int(total) for _, total, _ in lines} <= {len(lines)}
     return sorted(source for _, _, source in lines)
+
+
+def on_a_terminal(command, cwd, **env):
+    """Like `run`, with the standard output on a terminal of 60 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    written = []
+
+    def read():
+        with suppress(OSError):  # Linux's answer when the other side is closed
+            while part := os.read(ours, 65536):
+                written.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    merged = {
+        key: value for key, value in {**os.environ, "TERM": "xterm", **env}.items() if value is not None
+    }
+    merged.pop("COLUMNS", None)
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=merged, stdout=theirs, stderr=subprocess.PIPE, text=True
+    )
+    os.close(theirs)
+    reader.join()
+    os.close(ours)
+    output = b"".join(written).decode().replace("\r\n", "\n")
+    return subprocess.CompletedProcess(command, done.returncode, output, done.stderr)
+
+
+WRITES = "echo 'note: hello' >&2; echo 'second line'\n"
+"""What a compiler says."""
+
+
+@needs_compiler
+def test_a_terminal_has_one_line_that_is_rewritten(sketch, tmp_path, fakes):
+    status, output = build(sketch, tmp_path, run=on_a_terminal, MOQEXT_VERBOSE=None, **fakes)
+    assert status == 0, output
+    bars = re.findall(r"\r\x1b\[K(moqext: \[[#.]+\] (\d+)/6 [^\r\n]*)", output)
+    assert [int(count) for _, count in bars] == list(range(7))
+    assert max(len(line) for line, _ in bars) < 60
+    before, after = output.split("\r\x1b[Kmoqext: compiled 6 files in ")
+    assert "\n" not in before[before.index("[") :]
+    assert "\x1b" not in after
+    assert build(sketch, tmp_path, run=on_a_terminal, MOQEXT_VERBOSE=None, **fakes)[1].count("\x1b") == 0
+
+
+@needs_compiler
+def test_a_pipe_has_no_line_for_each_file(sketch, tmp_path, fakes):
+    status, output = build(sketch, tmp_path, MOQEXT_VERBOSE=None, **fakes)
+    assert status == 0, output
+    assert re.search(r"^moqext: compiled 6 files in \d+ s$", output, re.MULTILINE)
+    assert not re.search(r"core/status\.c\b(?!\.o)", output)
+    assert "\r" not in output
+
+
+@needs_compiler
+@pytest.mark.parametrize("where", [run, on_a_terminal])
+def test_what_compilers_say_is_whole(sketch, tmp_path, fakes, where):
+    """Warnings follow the name of their file, an error ends the build; neither is in the line of the bar."""
+    host = Path(fakes["CC"])
+    host.write_text(f"#!/bin/sh\n{FAKE_COMPILER}{WRITES}")
+    status, output = build(sketch, tmp_path, run=where, MOQEXT_VERBOSE=None, **fakes)
+    assert status == 0, output
+    assert len(re.findall(r"^(?:\r\x1b\[K|.*\x1b\[K)?\S+\.c:\n", output, re.MULTILINE)) == 4
+    assert output.count("note: hello\nsecond line\n") == 4
+    host.write_text(f"#!/bin/sh\n{WRITES}exit 1\n")
+    (sketch / "csrc/core/status.c").write_text("int changed;\n")
+    status, output = build(sketch, tmp_path, run=where, MOQEXT_VERBOSE=None, **fakes)
+    assert status != 0
+    assert "note: hello\nsecond line\n" in output
+    assert "nvcc failed on csrc/core/status.c" in output
 
 
 @needs_compiler

@@ -1,12 +1,14 @@
 """Every genuine configuration: the records it must give, and agreement with the tensors stored beside it."""
 
 import json
+import re
 import struct
 from pathlib import Path
 
 import pytest
 
 from moqext import QuantConfig, detect
+from moqext.algorithms import ALGORITHMS, LINEARS
 
 from .work import each
 
@@ -193,6 +195,29 @@ def test_both_files_of_a_published_model_agree(path, tmp_path):
     config = QuantConfig.from_pretrained(tmp_path)
     assert config.conflicts == ()
     assert config.exclude_modules == QuantConfig.from_dict(json.loads(twin.read_text())).exclude_modules
+
+
+def test_the_page_of_published_checkpoints_is_what_their_configurations_say():
+    """Algorithms, cache, and whether moqext runs all of them as linears and as experts."""
+    page = (DATA.parent.parent / "docs" / "models.md").read_text()
+    rows = re.findall(r"^\| `([\w.-]+/[\w.-]+)` \| (.*) \| (.*) \| (.*) \|$", page, re.MULTILINE)
+    said = {name.replace("/", "__"): cells for name, *cells in rows}
+    assert len(said) == len(rows)
+    found: dict[str, tuple[set[str], set[str]]] = {}
+    for path in CONFIGS:
+        config = QuantConfig.from_dict(json.loads(path.read_text()))
+        algos = {config.layer_algo(module) for module in config.quantized_layers} or {config.quant_algo}
+        model = re.sub(r"(\.trimmed|\.quantization_config)+$", "", path.name.removesuffix(".json"))
+        of_model, of_cache = found.setdefault(model, (set(), set()))
+        of_model |= {algo for algo in (*algos, config.native_algo) if algo}
+        of_cache.add(config.kv_cache_quant_algo or "none")
+    assert said.keys() == found.keys()
+    for model, (algos, caches) in found.items():
+        written, cache, run = said[model]
+        assert set(written.split(", ")) == algos, model
+        assert {cache} == caches, model
+        as_experts = {name for name in LINEARS if not ALGORITHMS[name].low_rank}
+        assert run == ("all" if algos <= as_experts else "not all"), model
 
 
 # ------------------------------------------------------------------------------ against stored tensors

@@ -20,7 +20,7 @@ from moqext.tools.verify_row import LIMITS, Row
 WORST = 10
 """Experts that are named below the table."""
 
-_HEAD = ("layer", "algorithm", "shape", "kernel", "rel. error", "max error", "time")
+_HEAD = ("layer", "algorithm", "shape", "kernel", "rel. error", "rounding", "time")
 _SHOWN = {"ok": "ok", "read": "read only", "failed": "failed", "error": "refused"}
 _BAD = ("failed", "error")
 
@@ -42,7 +42,10 @@ class Table:
             shapes = _extents(weight.record.shape for weight in alike)
             cells.append((named, algo, shapes, widest, "0.00e+00 !", "0.00e+00", "00.0 ms"))
         self._layout = text.layout(cells, "<<<<>>>", columns, indent=0)
-        meaning = f"(errors: outputs against those of an independent float64 reference, rounded to {dtype})"
+        meaning = (
+            "(rel. error: outputs against those of an independent float64 reference, before any rounding; "
+            f"rounding: the part of it that rounding them to {dtype} makes alone)"
+        )
         self._heading = [*self._layout.lines(_HEAD), *text.wrap(meaning, columns)]
         self._pending: list[Row] = []
         self._begun = False
@@ -157,12 +160,18 @@ class Report:
         if not inexact:
             return []
         shown = inexact[:WORST]
-        head = ("worst experts", "shape", "rel. error", "max error", "")
+        head = ("worst experts", "shape", "rel. error", "rounding", "")
         rows = [head]
         for row in shown:
             fault = "failed" if row.status == "failed" else ""
             rows.append(
-                (row.layer, _extents([row.shape]), _error(row.relative_error), _error(row.max_error), fault)
+                (
+                    row.layer,
+                    _extents([row.shape]),
+                    _error(row.exact_error),
+                    _error(row.rounding_error),
+                    fault,
+                )
             )
         failed = [False, *(row.status == "failed" for row in shown)]
         return _coloured(text.table(rows, "<<>><", columns, indent=0), failed)
@@ -185,7 +194,9 @@ class Report:
         relative, largest = LIMITS[dtype]
         facts = [f"{found} on {device}"] if self.rows else []
         if calls := {row.calls for row in self.rows if row.calls}:
-            facts.append(f"limits {relative:g} relative, {largest:g} of the row's largest")
+            facts.append(
+                f"limits, from the rounded reference: {relative:g} relative, {largest:g} of the row's largest"
+            )
             few = f"{min(calls)} to " if min(calls) < max(calls) else ""
             facts.append(f"time: median of {few}{text.plural(max(calls), 'call')}; seed {seed}")
         lines = [text.Line(line) for line in text.wrap("; ".join(facts), columns) if line]
@@ -279,13 +290,13 @@ def _cells(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
     times = [row.run_seconds for row in rows if row.run_seconds is not None]
     if not times:
         return (*about, _SHOWN[rows[0].status], "", "", "")
-    relative = max(row.relative_error or 0.0 for row in rows)
-    largest = max(row.max_error or 0.0 for row in rows)
+    error = max(row.exact_error or 0.0 for row in rows)
+    rounding = max(row.rounding_error or 0.0 for row in rows)
     mark = " !" if any(row.status == "failed" for row in rows) else ""
     return (
         *about,
         rows[0].kernel,
-        _error(relative) + mark,
-        _error(largest),
+        _error(error) + mark,
+        _error(rounding),
         text.duration(statistics.median(times)),
     )

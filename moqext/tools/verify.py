@@ -29,7 +29,16 @@ from moqext.reader.naming import parse_tensor_name
 from moqext.reader.records import LayerRecord, Projection
 from moqext.reference.weights import DEQUANTIZERS
 from moqext.tools.verify_experts import verify_experts, why_not_together
-from moqext.tools.verify_row import LIMITS, Row, activations, carrier, compare, reason_of, timed_calls
+from moqext.tools.verify_row import (
+    Row,
+    activations,
+    carrier,
+    compare,
+    errors_of,
+    judged,
+    reason_of,
+    timed_calls,
+)
 
 ROWS_AT_ONCE = 4096
 """Rows of a weight the reference holds in float64 at a time; a multiple of the rows of a block."""
@@ -189,8 +198,7 @@ def verify_layer(
     bias = layer.bias if device == "cpu" or layer.bias is None else to_host(layer.bias)
     expected = _expected(checkpoint, record, x, bias, layer.compute_for(tokens))
     relative, largest = compare(y, reference.round_to(expected, dtype))
-    limit, limit_max = LIMITS[dtype]
-    good = relative <= limit and largest <= limit_max
+    good, fault = judged(relative, largest, dtype)
     alone = f"by itself, as {weight.why}" if weight.why else ""
     return replace(
         row,
@@ -198,10 +206,11 @@ def verify_layer(
         kernel=layer.backend_for(tokens),
         relative_error=relative,
         max_error=largest,
+        **errors_of(y, expected, dtype),
         prepare_seconds=prepared - start,
         run_seconds=statistics.median(times),
         calls=len(times),
-        message=alone if good else f"limits are {limit:g} and {limit_max:g}",
+        message=alone if good else fault,
     )
 
 

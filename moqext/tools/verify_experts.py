@@ -32,7 +32,17 @@ from moqext.reader.naming import number_ranges, parse_expert_name
 from moqext.reader.records import LayerRecord, Projection, is_gated, role_of
 from moqext.reference.experts import expert_params
 from moqext.tools.expert_slack import expert_slack, rounds_d, sums_in_cores
-from moqext.tools.verify_row import LIMITS, Row, activations, carrier, compare, reason_of, timed_calls
+from moqext.tools.verify_row import (
+    LIMITS,
+    Row,
+    activations,
+    carrier,
+    compare,
+    errors_of,
+    judged,
+    reason_of,
+    timed_calls,
+)
 
 Routing = tuple[NDArray[np.float32], NDArray[np.int32]]
 """Weights and numbers of experts, [T, k]."""
@@ -124,21 +134,21 @@ def verify_experts(
         return _only_read(checkpoint, record, row, reason_of(record.name, error))
     except (ValueError, TypeError, BufferError, RuntimeError) as error:
         return replace(row, message=reason_of(record.name, error))
-    limit, limit_max = LIMITS[dtype]
-    near, expected = _beside_the_reference(layer, read, outputs)
+    near, expected, exact = _beside_the_reference(layer, read, outputs)
     relative, largest = compare(near, expected)
-    good = relative <= limit and largest <= limit_max
-    wrong = "" if good else _blamed(near, expected, outputs.routing[1], limit_max)
+    good, fault = judged(relative, largest, dtype)
+    wrong = "" if good else _blamed(near, expected, outputs.routing[1], LIMITS[dtype][1])
     return replace(
         row,
         status="ok" if good else "failed",
         kernel=layer.backend_for(outputs.tokens),
         relative_error=relative,
         max_error=largest,
+        **errors_of(outputs.y, exact, dtype),
         prepare_seconds=prepared - start,
         run_seconds=statistics.median(outputs.seconds),
         calls=len(outputs.seconds),
-        message="" if good else f"limits are {limit:g} and {limit_max:g}{wrong}",
+        message=f"{fault}{wrong}",
     )
 
 
@@ -261,8 +271,11 @@ def _run(layer: ExpertLayer, rng: np.random.Generator, tokens: int) -> _Outputs:
 
 def _beside_the_reference(
     layer: ExpertLayer, read: Sequence[tuple[ExpertPart, ExpertStacks]], outputs: _Outputs
-) -> tuple[NDArray[Any], NDArray[np.float64]]:
-    """Outputs and the reference's; where they differ by more than the limits, as near as roundings may be."""
+) -> tuple[NDArray[Any], NDArray[np.float64], NDArray[np.float64]]:
+    """Outputs, the reference's, and those before they are rounded.
+
+    Where outputs differ by more than the limits, they are as near as roundings may be.
+    """
     dtype = layer.parts[0].method.dtype
     x, y = reference.as_float32(outputs.x), outputs.y
     exact = _of_reference(layer, read, reference.experts_reference, x, outputs)
@@ -270,12 +283,12 @@ def _beside_the_reference(
     limit, limit_max = LIMITS[dtype]
     relative, largest = compare(y, expected)
     if relative <= limit and largest <= limit_max:
-        return y, expected
+        return y, expected, exact
     slack = _of_reference(layer, read, expert_slack, x, outputs)
     with np.errstate(invalid="ignore"):
         apart = y - expected
         near = expected + np.sign(apart) * np.maximum(np.abs(apart) - slack, 0)
-    return np.where(np.isfinite(y) & np.isfinite(expected), near, y), expected
+    return np.where(np.isfinite(y) & np.isfinite(expected), near, y), expected, exact
 
 
 def _of_reference(

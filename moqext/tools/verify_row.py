@@ -38,8 +38,10 @@ class Row:
             "read" (cannot be run, but every weight was dequantized, is finite and what the reference says) or
             "error" (refused: cannot be used as stored).
         kernel: "family:name", empty unless it ran.
-        relative_error: Frobenius norm of the difference over that of the reference.
-        max_error: Largest difference over the largest magnitude of its row of the reference.
+        relative_error: Frobenius norm of the difference to the rounded reference over that of the reference.
+        max_error: Largest such difference over the largest magnitude of its row of the reference.
+        exact_error: Frobenius norm of the difference to the float64 reference before it is rounded, over its.
+        rounding_error: The same of the rounded reference: what rounding once makes.
         prepare_seconds, run_seconds: Wall time of loading with weight processing, and of a call until y can
             be read on the host: the median of `calls`.
         calls: How many calls were timed.
@@ -56,6 +58,8 @@ class Row:
     kernel: str = ""
     relative_error: float | None = None
     max_error: float | None = None
+    exact_error: float | None = None
+    rounding_error: float | None = None
     prepare_seconds: float | None = None
     run_seconds: float | None = None
     calls: int = 0
@@ -64,7 +68,7 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, which has no infinity: such an error is null."""
         data = asdict(self)
-        for key in ("relative_error", "max_error"):
+        for key in ("relative_error", "max_error", "exact_error", "rounding_error"):
             if data[key] is not None and not isfinite(data[key]):
                 data[key] = None
         return data
@@ -101,6 +105,20 @@ def compare(y: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float]:
     tops = np.where(tops == 0, 1.0, tops)
     relative = float(np.linalg.norm(difference)) / (norm or 1.0)
     return relative, float((difference.max(axis=-1, initial=0.0) / tops).max(initial=0.0))
+
+
+def errors_of(y: NDArray[Any], exact: NDArray[np.float64], dtype: str) -> dict[str, float]:
+    """`exact_error` and `rounding_error` of a row, for outputs and the reference before it is rounded."""
+    rounded = np.asarray(reference.round_to(exact, dtype), np.float64)
+    return {"exact_error": compare(y, exact)[0], "rounding_error": compare(rounded, exact)[0]}
+
+
+def judged(relative: float, largest: float, dtype: str) -> tuple[bool, str]:
+    """Whether both errors are within the limits, and what to say where they are not."""
+    limit, limit_max = LIMITS[dtype]
+    good = relative <= limit and largest <= limit_max
+    said = f"limits are {limit:g} and {limit_max:g}, errors {relative:.2e} and {largest:.2e}"
+    return good, "" if good else said
 
 
 def within_reach(

@@ -16,7 +16,7 @@ import pytest
 from moqext import Checkpoint, reference
 from moqext.__main__ import main
 from moqext.tools import verify as moqext_verify
-from moqext.tools.verify_row import CALLS, LIMITS, compare
+from moqext.tools.verify_row import CALLS, LIMITS, compare, errors_of
 
 from ..svd_files import write_svd, write_svd_experts
 
@@ -52,6 +52,9 @@ def test_every_layer_of_a_runnable_algorithm_passes(data, capsys, case):
     for row in result["rows"]:
         assert row["kernel"].startswith("cpu:")
         assert 0 <= row["relative_error"] <= LIMITS["bfloat16"][0]
+        assert 2**-11 < row["rounding_error"] < 2**-8  # half a step of bfloat16 is 2^-9 to 2^-8 of a value
+        assert row["rounding_error"] <= row["exact_error"] + 2**-24
+        assert row["exact_error"] <= row["rounding_error"] + row["relative_error"] * (1 + 2**-8) + 2**-24
         assert row["run_seconds"] > 0
         assert 1 <= row["calls"] <= CALLS
 
@@ -171,6 +174,8 @@ def test_selection_seed_and_table(data, capsys):
     assert lines[0].split()[:4] == ["layer", "algorithm", "shape", "kernel"]
     assert len([line for line in lines if ".mlp." in line]) == 3
     assert "3 ok on cpu;" in text
+    for line in lines:  # both errors are there, and neither is the zero of a comparison with the rounded
+        assert "0.00e+00" not in line
     assert "seed 7" in text
     assert main(["verify", directory, "--layers", "nothing"]) == 2
     output = capsys.readouterr()
@@ -264,6 +269,19 @@ def test_comparison_counts_what_it_should():
     assert largest == pytest.approx(0.25)
     nan = np.array([[np.nan, -4.0], [0.0, 0.0]], np.float32)
     assert compare(nan, expected) == (np.inf, np.inf)
+
+
+def test_errors_before_and_after_rounding():
+    """Of exact outputs the error is that of the rounding alone, of others it is more."""
+    exact = np.array([[1 + 2**-9, -3.0]])  # halfway between 1 and the number of bfloat16 after it
+    rounded = np.array([[1.0, -3.0]], np.float32)
+    once = 2**-9 / np.linalg.norm(exact)
+    assert errors_of(rounded, exact, "bfloat16") == pytest.approx(
+        {"exact_error": once, "rounding_error": once}
+    )
+    found = errors_of(np.array([[1.0, -3.25]], np.float32), exact, "bfloat16")
+    assert found["rounding_error"] == pytest.approx(once)
+    assert found["exact_error"] == pytest.approx(np.hypot(2**-9, 0.25) / np.linalg.norm(exact))
 
 
 def test_nothing_to_verify_is_told_in_one_line(data, tmp_path, capsys):
@@ -617,7 +635,7 @@ def test_rows_are_printed_as_they_come(data, monkeypatch):
         "model.layers.0.mlp.gate_proj",
     ]
     assert seen[0].startswith("layer ")
-    assert "against those of an independent float64 reference, rounded to bfloat16" in seen[1]
+    assert "against those of an independent float64 reference, before any rounding" in seen[1]
 
 
 def test_an_interrupted_run_keeps_its_rows(data, capsys, monkeypatch):
