@@ -113,7 +113,7 @@ static void turn(void *data, moq_job *job, int copy) {
 }
 
 moq_status moq_moe_measure(const moq_plan *plan, const moq_params *params, int64_t tokens,
-                           moq_timing *timings, int *count, moq_err *err) {
+                           const moq_choice *only, moq_timing *timings, int *count, moq_err *err) {
     subject s = {.spec = plan->problem, .params = params, .tokens = tokens};
     moq_tune_subject about = {.data = &s,
                               .job_size = sizeof(moq_moe_job),
@@ -121,5 +121,5 @@ moq_status moq_moe_measure(const moq_plan *plan, const moq_params *params, int64
                               .open = open_job,
                               .variants = variants,
                               .turn = turn};
-    return moq_tune_measure(&about, plan, tokens, timings, count, err);
+    return moq_tune_measure(&about, plan, tokens, only, timings, count, err);
 }
