@@ -1,4 +1,4 @@
-"""`bench` on a device: linears, and the layers of checkpoints, by moqext's own runtime, with and without torch."""
+"""`bench` on a device: the runtime of moqext times linears and layers of checkpoints, graphs time torch."""
 
 import json
 import statistics
