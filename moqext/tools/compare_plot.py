@@ -78,7 +78,7 @@ def error_plot(rows: Sequence[Difference], title: str) -> str:
 
 
 def axis(errors: Sequence[float]) -> list[float]:
-    """Ticks from below the least error to above the largest: powers of ten; 1, 2 and 5 times in a short range.
+    """Ticks around the errors: powers of ten, in a short range twice and five times these as well.
 
     Args:
         errors: Finite and positive; of none the axis is that of any errors.
