@@ -400,11 +400,16 @@ class Tokens(NamedTuple):
 
 
 def turns_of(method: MoEMethod, tokens: int) -> list[NDArray[np.int32]]:
-    """Experts of the tokens of each turn: all have as many, and a turn goes on where the last ended."""
-    slots = tokens * method.top_k
-    count = min(TURNS, max(1, -(-method.num_experts // slots)))
-    ids = np.arange(count * slots, dtype=np.int32) % method.num_experts
-    return list(ids.reshape(count, tokens, method.top_k))
+    """Experts of the tokens of each turn, as `moqext tune` has them.
+
+    A turn has as many experts as tokens of chance ask for on average, all of these as many tokens. It goes on
+    where the one before ended.
+    """
+    experts, top_k = method.num_experts, method.top_k
+    active = round(experts * (1 - (1 - min(top_k, experts) / experts) ** tokens))
+    slots = np.arange(tokens * top_k) % active
+    turns = range(min(TURNS, -(-experts // active)))
+    return [((turn * active + slots) % experts).astype(np.int32).reshape(tokens, top_k) for turn in turns]
 
 
 def torch_linear(

@@ -141,6 +141,22 @@ def test_turns_meet_all_experts_alike(rng):
     turns = bench.turns_of(method, 2)
     assert np.bincount(np.concatenate([turn.ravel() for turn in turns])).tolist() == 8 * [1]
     assert np.bincount(bench.turns_of(method, 16)[0].ravel()).tolist() == 8 * [4]
+    for tokens in range(1, 6):
+        for turn in bench.turns_of(method, tokens):
+            assert all(len(set(ids)) == method.top_k for ids in turn.tolist())
+    assert len(bench.turns_of(method, 1)) == 4
+
+
+def test_a_turn_has_as_many_experts_as_tokens_of_chance():
+    from moqext import MoEMethod
+
+    method = MoEMethod("NVFP4", 128, 64, 48, top_k=8)
+    rng = np.random.default_rng(0)
+    drawn = [np.argsort(rng.random((16, 128)), 1)[:, :8] for _ in range(400)]
+    mean = np.mean([len(np.unique(ids)) for ids in drawn])
+    active = {len(np.unique(ids)) for ids in bench.turns_of(method, 16)}
+    assert active == {82}
+    assert abs(mean - 82.4) < 3
 
 
 def test_table(data, capsys, without_torch):
@@ -168,7 +184,7 @@ def test_a_layer_that_does_not_run_is_told(data, capsys, without_torch):
 def test_busy_devices_are_told(data, capsys, monkeypatch, without_torch):
     told = run_json(capsys, data / "checkpoints/llama_nvfp4_kvfp8")
     assert told["calibration"].keys() == {"share", "spread"}
-    assert bench_layers.doubt(0.1, "a layer") == ""
+    assert bench_layers.doubt(0.2, "a layer") == ""
     assert bench_layers.doubt(0.4, "a layer").startswith("repeats of a layer lie 40% apart")
 
 

@@ -52,7 +52,8 @@ def test_the_kernel_that_is_timed_is_the_one_that_is_chosen(rng):
         assert 0 < seconds < 1e-3
     for name, number, _ in plan.measure(64, params)[:4]:
         plan.keep(64, name, number)
-        assert plan.measure(64, params, chosen=True)[0][:2] == (name, number)
+        assert plan.measure(64, params, chosen=True)[0][:2] == plan.config(64)[:2]
+        assert plan.config(64)[0] == name
 
 
 @pytest.mark.parametrize("name", ["qwen3moe_nvfp4", "llama_fp8_kvfp8", "llama_mxfp8", "llama_int4_awq"])
