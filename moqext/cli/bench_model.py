@@ -143,7 +143,7 @@ def _short(names: str) -> str:
 def _not_counted(
     weights: Sequence[dict[str, Any]], refused: dict[str, str], columns: int | None
 ) -> list[str]:
-    """What a pass runs besides: lines, none where there is nothing."""
+    """Lines on the layers of a pass that are in no sum; none where all are."""
     lines: list[str] = []
     kinds: dict[str, list[dict[str, Any]]] = {}
     for weight in weights:

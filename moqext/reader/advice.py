@@ -1,4 +1,4 @@
-"""What to do about each problem of a checkpoint, by the codes of `moqext.reader.problems`.
+"""Advice for each problem of a checkpoint, by the codes of `moqext.reader.problems`.
 
 The documentation and `inspect` show these sentences.
 """

@@ -386,7 +386,7 @@ def method_contestant(method: LinearMethod | MoEMethod, rng: np.random.Generator
 
 
 class Tokens(NamedTuple):
-    """What a layer of experts is called with.
+    """Arguments of a layer of experts.
 
     Attributes:
         x: [tokens, hidden_size].

@@ -16,7 +16,7 @@ ROUNDS = 5
 CALLS = 24
 LONG = 0.02
 WARM = 0.1
-"""As `moqext tune` times a call: so many in a graph, up to so many seconds; a device is warmed up before."""
+"""Calls of a graph and their seconds at most, and seconds to warm up before: those of `moqext tune`."""
 
 
 def torch_experts(
@@ -46,7 +46,7 @@ def torch_experts(
     numbers = torch.arange(number, device=device, dtype=torch.int32)
 
     def activate(both: Any) -> Any:
-        """As much work as the layer's own activation."""
+        """Computes an activation of as much work as the layer's own."""
         if not method.gated:
             return torch.relu(both).square()
         gate, up = both.chunk(2, 1)

@@ -23,7 +23,7 @@ MOST_SPREAD = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the loop showed.
+    """Findings of the loop.
 
     Attributes:
         share: Of their time in which threads that only calculate had a processor.

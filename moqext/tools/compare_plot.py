@@ -135,7 +135,7 @@ def _names(names: Sequence[str]) -> tuple[list[str], float]:
 
 
 def _shared_start(names: Sequence[str]) -> str:
-    """What all names begin with, up to a dot; nothing of a single one."""
+    """The start of all names up to a dot; empty where there is one name."""
     first, last = min(names), max(names)
     same = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return first[: first.rfind(".", 0, same) + 1] if len(names) > 1 else ""

@@ -113,7 +113,7 @@ def test_experts_and_torch(data, capsys):
 
 
 def test_experts_of_torch_are_those_of_moqext(rng):
-    """What is timed computes what a layer of experts does: weights of one, routed alike."""
+    """The layer that is timed computes one: its outputs are those of a loop over tokens and experts."""
     torch = pytest.importorskip("torch")
     bench_torch = pytest.importorskip("moqext.tools.bench_torch")
     from moqext import MoEMethod
