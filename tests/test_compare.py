@@ -3,6 +3,7 @@
 import json
 import math
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,15 @@ from moqext.__main__ import main
 from moqext.reader import matrices
 from moqext.reader.checkpoint_reader import CheckpointReader
 from moqext.reader.dequantize import dequantize_layer
-from moqext.tools.compare import compare, open_side
+from moqext.tools.compare import Difference, compare, open_side
+from moqext.tools.compare_plot import axis, error_plot
 
 from .expert_files import write_checkpoint
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 safetensors = pytest.importorskip("safetensors.numpy")
 
+SVG = "{http://www.w3.org/2000/svg}"
 EXPORTS = Path(__file__).parent / "data" / "exports"
 CASES = json.loads((EXPORTS / "versions.json").read_text())["cases"]
 
@@ -271,11 +274,77 @@ def test_plot_has_a_dot_for_every_layer(data, tmp_path):
         == 0
     )
     root = ET.parse(file).getroot()
-    circles = root.findall("{http://www.w3.org/2000/svg}circle")
+    circles = root.findall(f"{SVG}circle")
     formats = {"FP8 / BF16", "W4A16_NVFP4 / BF16", "FP8_PB_WO / BF16"}
-    texts = {node.text for node in root.findall("{http://www.w3.org/2000/svg}text")}
-    assert texts >= formats | {"relative error"}
+    texts = {node.text for node in root.findall(f"{SVG}text")}
+    assert texts >= formats | {"relative error", "0.mlp.down_proj", "1.self_attn.q_proj"}
+    assert "layers in the order of the model, without model.layers." in texts
     assert len(circles) == 14 + len(formats)
+    tooltips = [title.text for title in root.iter(f"{SVG}title")]
+    assert len(tooltips) == 14
+    first = "model.layers.0.mlp.down_proj: "
+    assert sum(tooltip.startswith(first) and tooltip.endswith(" / BF16") for tooltip in tooltips) == 1
+
+
+def difference(name, error, other=None):
+    db = -20 * math.log10(error) if 0 < error < math.inf else math.inf
+    return Difference(name, other or name, ("NVFP4", "BF16"), (16, 16), error, db, error, 1)
+
+
+def dots(rows):
+    """Height of each dot of a plot as a part of the frame's, and the tooltips."""
+    root = ET.fromstring(error_plot(rows, "a & b"))
+    frame = next(box for box in root.iter(f"{SVG}rect") if box.get("stroke"))
+    top, height = (float(frame.get(name)) for name in ("y", "height"))
+    circles = [circle for circle in root.iter(f"{SVG}circle") if circle.find(f"{SVG}title") is not None]
+    shares = [1 - (float(circle.get("cy")) - top) / height for circle in circles]
+    assert all(-1e-6 <= share <= 1 + 1e-6 for share in shares)
+    return shares, [circle.find(f"{SVG}title").text for circle in circles]
+
+
+@pytest.mark.parametrize(
+    ("errors", "ticks"),
+    [
+        ([0.0995, 0.103], [0.05, 0.1, 0.2]),
+        ([0.1, 0.1], [0.05, 0.1, 0.2]),
+        ([0.02, 0.3], [0.01, 0.02, 0.05, 0.1, 0.2, 0.5]),
+        ([1e-5, 0.3], [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0]),
+        ([], [5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2]),
+    ],
+)
+def test_axis_spans_what_the_layers_have(errors, ticks):
+    """Seven layers at 0.1 stood at the upper edge of an axis from 0.01 to 0.1."""
+    found = axis(errors)
+    assert found == ticks
+    assert all(found[0] < error < found[-1] for error in errors)
+
+
+def test_dots_stand_apart_from_the_edges():
+    errors = enumerate((0.1, 0.103, 0.099))
+    shares, tooltips = dots([difference(f"layers.{n}.up", error) for n, error in errors])
+    assert all(0.2 < share < 0.8 for share in shares)
+    assert shares[1] > shares[0] > shares[2]
+    assert tooltips[0] == "layers.0.up: 1.000e-01, 20.0 dB, NVFP4 / BF16"
+
+
+def test_dots_of_no_error_and_of_any():
+    odd = [difference(name, error) for name, error in (("a<b", 0.0), ("c", math.inf), ("d", math.nan))]
+    shares, tooltips = dots([*odd, difference("e", 0.1, "f")])
+    assert shares[:3] == [0, 1, 1]
+    assert tooltips[0] == "a<b: equal, NVFP4 / BF16"
+    assert tooltips[3].startswith("e (f): ")
+
+
+def test_names_of_many_layers_leave_each_other_room():
+    rows = [difference(f"model.layers.{n}.{'long_' * 20}proj", 0.1) for n in range(500)]
+    root = ET.fromstring(error_plot(rows, ""))
+    turned = [text for text in root.iter(f"{SVG}text") if text.get("transform")]
+    places = [float(text.get("x")) for text in turned]
+    assert len(turned) == 56
+    assert min(b - a for a, b in pairwise(places)) >= 13
+    assert all(len(text.text) <= 44 for text in turned)
+    height = float(root.get("height"))
+    assert all(float(text.get("y")) < height for text in root.iter(f"{SVG}text"))
 
 
 def test_a_file_beside_a_foreign_configuration_is_read_alone(data):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 import moqext
+from moqext.__main__ import COMMANDS as MODULES
+from moqext.reader.advice import ADVICE
 from moqext.reader.files.tensor_files import TensorFiles
 from moqext.reader.findings.find_layers import find_layers
 from moqext.reader.problems import CODES, SEVERITIES, Problem, Repair, make_problem, worst_severity
@@ -39,6 +42,7 @@ OF_FILES = {
 }
 # Found by how scales and codes lie; tests/test_layouts.py brings each of them about.
 OF_LAYOUTS = {"swizzled_scales", "exchanged_nibbles", "doubtful_scale_layout", "foreign_layout"}
+COMMANDS = {module.__name__.rpartition(".")[2] for module in MODULES}
 OF_CONFIG = {"config_conflict", "config_note", "missing_layers", "missing_gate"}
 
 
@@ -864,13 +868,24 @@ def test_messages_name_values(genuine):
 
 
 def test_documentation_has_the_table(request):
-    """docs/problems.md lists every code with severity, meaning and whether it is repaired, in order."""
+    """docs/problems.md lists every code with severity, meaning, advice and repair, in order."""
     text = (request.config.rootpath / "docs" / "problems.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
     assert rows == [
-        [f"`{code}`", severity, meaning, *([] if repair == "no" else [repair])]
+        [f"`{code}`", severity, meaning, ADVICE[code], *([] if repair == "no" else [repair])]
         for code, (severity, meaning, repair) in CODES.items()
     ]
+
+
+def test_every_code_has_advice():
+    assert list(ADVICE) == list(CODES)
+    for code, advice in ADVICE.items():
+        assert advice.endswith("."), code
+        assert CODES[code].severity == "note" or not advice.startswith("Nothing"), code
+        if CODES[code].repair == "yes":
+            assert "repair" in advice or code == "index_ignored", code
+        for command in re.findall(r"`moqext (\w+)", advice):
+            assert command in COMMANDS, code
 
 
 def test_e4m3_table_is_the_format(rng):

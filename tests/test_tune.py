@@ -153,3 +153,14 @@ def test_a_plan_knows_the_variants_of_its_kernels(algo, tokens):
             plan.keep(tokens, kernel, variant)
             assert plan.is_tuned(tokens)
             assert {plan.config(tokens)[0], plan.config(plan.bucket(tokens))[0]} == {kernel}
+
+
+def test_the_chosen_kernel_alone_is_measured(layer):
+    method, params = layer
+    plan = method._plan
+    for kernel in runnable(method):
+        plan.keep(3, kernel, 0)
+        ((name, variant, seconds),) = plan.measure(3, params, chosen=True)
+        assert (name, variant) == (kernel, 0)
+        assert seconds > 0
+    assert len(plan.measure(3, params, chosen=False)) == len(runnable(method))

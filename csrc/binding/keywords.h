@@ -13,6 +13,7 @@
     X(beta)                                                                                        \
     X(bias)                                                                                        \
     X(capability)                                                                                  \
+    X(chosen)                                                                                      \
     X(codes)                                                                                       \
     X(compute)                                                                                     \
     X(correction_bias)                                                                             \

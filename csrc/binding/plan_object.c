@@ -312,7 +312,8 @@ static PyObject *describe_timings(const moq_operation *operation, const moq_timi
     return finish(list, status);
 }
 
-static PyObject *measure_with(moq_call *call, int64_t m, PyObject *mapping) {
+static PyObject *measure_with(moq_call *call, int64_t m, PyObject *mapping,
+                              const moq_choice *only) {
     const moq_plan *plan = call->plan;
     moq_params params;
     moq_timing timings[MOQ_MAX_TIMINGS];
@@ -326,25 +327,29 @@ static PyObject *measure_with(moq_call *call, int64_t m, PyObject *mapping) {
     moq_long_call native;
     moq_long_call_begin(&native);
     if (status == MOQ_OK)
-        status = plan->operation->measure(plan, &params, m, timings, &count, &err);
+        status = plan->operation->measure(plan, &params, m, only, timings, &count, &err);
     status = moq_long_call_end(&native, status, &err);
     return status == MOQ_OK ? describe_timings(plan->operation, timings, count)
                             : moq_raise(call->state, &err);
 }
 
-static const moq_signature MEASURE = {"measure", 2, 2, 2, {KW_tokens, KW_params}};
+static const moq_signature MEASURE = {"measure", 3, 2, 3, {KW_tokens, KW_params, KW_chosen}};
 
 static PyObject *measure(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
                          PyObject *kwnames) {
     moq_state *state = moq_plan_state(self);
-    PyObject *v[2];
+    PyObject *v[3];
     int64_t m;
     moq_call call;
+    moq_choice choice;
     if (moq_args_parse(state, &MEASURE, values, nargs, kwnames, v) < 0 ||
         moq_arg_int(v[0], "tokens", 1, INT32_MAX, &m) < 0)
         return NULL;
+    int chosen = v[2] ? PyObject_IsTrue(v[2]) : 0;
+    if (chosen < 0 || (chosen && pick(self, v[0], 1, &choice) < 0))
+        return NULL;
     moq_call_open(&call, state, plan_of(self), NULL, NULL);
-    PyObject *result = measure_with(&call, m, v[1]);
+    PyObject *result = measure_with(&call, m, v[1], chosen ? &choice : NULL);
     moq_call_release(&call);
     return result;
 }
@@ -441,7 +446,9 @@ static PyMethodDef PLAN_METHODS[] = {
      "explain(tokens=None) -> list of (kernel, reason it cannot run so many, or any, or None)"},
     {"notes", notes, METH_NOARGS, "notes() -> list of (kernel, what else there is to know)"},
     {"measure", (PyCFunction)(void (*)(void))measure, METH_FASTCALL | METH_KEYWORDS,
-     "measure(tokens, params) -> list of (kernel, variant, seconds), the fastest first"},
+     "measure(tokens, params, chosen=False) -> list of (kernel, variant, seconds), the fastest "
+     "first; "
+     "chosen: of what the plan takes alone"},
     {"keep", (PyCFunction)(void (*)(void))keep, METH_FASTCALL | METH_KEYWORDS,
      "keep(tokens, kernel, variant): what runs about so many tokens from now on"},
     {"has_variant", (PyCFunction)(void (*)(void))has_variant, METH_FASTCALL | METH_KEYWORDS,

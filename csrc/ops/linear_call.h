@@ -38,6 +38,7 @@ moq_status moq_linear_output_shape(const moq_linear_spec *spec, const moq_tensor
 
 /* Times all kernels of the plan: moq_operation.measure. */
 moq_status moq_linear_measure(const moq_plan *plan, const moq_params *params, int64_t m,
-                              moq_timing *timings, int *count, moq_err *err);
+                              const moq_choice *only, moq_timing *timings, int *count,
+                              moq_err *err);
 
 #endif

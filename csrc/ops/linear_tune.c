@@ -40,7 +40,8 @@ static void turn(void *data, moq_job *job, int copy) {
 }
 
 moq_status moq_linear_measure(const moq_plan *plan, const moq_params *params, int64_t m,
-                              moq_timing *timings, int *count, moq_err *err) {
+                              const moq_choice *only, moq_timing *timings, int *count,
+                              moq_err *err) {
     subject s = {.spec = plan->problem, .params = params, .m = m};
     moq_tune_subject about = {.data = &s,
                               .job_size = sizeof(moq_linear_job),
@@ -48,5 +49,5 @@ moq_status moq_linear_measure(const moq_plan *plan, const moq_params *params, in
                               .open = open_job,
                               .variants = variants,
                               .turn = turn};
-    return moq_tune_measure(&about, plan, m, timings, count, err);
+    return moq_tune_measure(&about, plan, m, only, timings, count, err);
 }

@@ -41,6 +41,6 @@ moq_status moq_moe_open_choice(const moq_moe_spec *spec, const moq_params *param
 
 /* Times all kernels of the plan: moq_operation.measure. */
 moq_status moq_moe_measure(const moq_plan *plan, const moq_params *params, int64_t tokens,
-                           moq_timing *timings, int *count, moq_err *err);
+                           const moq_choice *only, moq_timing *timings, int *count, moq_err *err);
 
 #endif

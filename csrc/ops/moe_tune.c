@@ -2,6 +2,7 @@
 #include "ops/moe_call.h"
 #include "ops/tune.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 typedef struct {
@@ -19,24 +20,30 @@ static int64_t slots_of(const subject *s) {
     return s->tokens * s->spec->top_k;
 }
 
+/* Experts that so many tokens ask for on average where each asks for any of them. */
+static int64_t count_active(const subject *s) {
+    double experts = s->spec->experts, asked = fmin(s->spec->top_k, experts);
+    return llround(experts * (1 - pow(1 - asked / experts, (double)s->tokens)));
+}
+
 /* Turns that meet all experts before the first is met again, at least one a copy of the stacks. */
 static int count_turns(const subject *s) {
-    int64_t turns = s->spec->experts / (slots_of(s) < s->spec->experts ? slots_of(s) : 1);
+    int64_t turns = s->spec->experts / count_active(s);
     turns = turns > s->weights ? turns : s->weights;
     return turns < MOQ_MAX_WEIGHT_COPIES ? (int)turns : MOQ_MAX_WEIGHT_COPIES;
 }
 
-/* Tokens take turns with neighbours, so that every expert has as many of them as any other. A turn
- * goes on where the one before ended, so that few tokens find no expert in a cache. */
+/* A turn has as many experts as tokens of chance ask for, and all of these as many tokens. It goes
+ * on where the one before ended, so that few tokens find no expert in a cache. */
 static moq_status make_ids(subject *s, moq_tune_memory *memory, int turns, moq_err *err) {
-    int64_t slots = slots_of(s), count = slots * turns;
+    int64_t slots = slots_of(s), count = slots * turns, active = count_active(s);
     size_t bytes = (size_t)count * sizeof(int32_t);
     int32_t *ids = malloc(bytes);
     void *out = NULL;
     if (!ids)
         return moq_fail_of(err, MOQ_ERR_MEMORY, "tune", "out of memory");
     for (int64_t i = 0; i < count; i++)
-        ids[i] = (int32_t)(i % s->spec->experts);
+        ids[i] = (int32_t)((i / slots * active + i % slots % active) % s->spec->experts);
     moq_status status = moq_tune_allocate(memory, (int64_t)bytes, &out, err);
     if (status == MOQ_OK)
         status = moq_tune_write(memory, out, ids, bytes, err);
@@ -113,7 +120,7 @@ static void turn(void *data, moq_job *job, int copy) {
 }
 
 moq_status moq_moe_measure(const moq_plan *plan, const moq_params *params, int64_t tokens,
-                           moq_timing *timings, int *count, moq_err *err) {
+                           const moq_choice *only, moq_timing *timings, int *count, moq_err *err) {
     subject s = {.spec = plan->problem, .params = params, .tokens = tokens};
     moq_tune_subject about = {.data = &s,
                               .job_size = sizeof(moq_moe_job),
@@ -121,5 +128,5 @@ moq_status moq_moe_measure(const moq_plan *plan, const moq_params *params, int64
                               .open = open_job,
                               .variants = variants,
                               .turn = turn};
-    return moq_tune_measure(&about, plan, tokens, timings, count, err);
+    return moq_tune_measure(&about, plan, tokens, only, timings, count, err);
 }

@@ -65,10 +65,10 @@ typedef struct {
      * MOQ_MAX_LAYER_PARAMS. */
     int (*checkpoint_params)(const void *problem, moq_param_spec *params);
     int (*prepared_params)(const void *problem, moq_param_spec *params);
-    /* Times the kernels of a plan of the operation, and all their variants, with m > 0 tokens:
-     * moq_tune_measure on tensors that the operation makes. `params` were checked. */
+    /* Times the kernels of a plan of the operation, and all their variants, or one choice, with
+     * m > 0 tokens: moq_tune_measure on tensors that the operation makes. `params` were checked. */
     moq_status (*measure)(const moq_plan *plan, const moq_params *params, int64_t m,
-                          moq_timing *timings, int *count, moq_err *err);
+                          const moq_choice *only, moq_timing *timings, int *count, moq_err *err);
 } moq_operation;
 
 /* Numbers of tokens for which tuning has chosen. */

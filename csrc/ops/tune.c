@@ -55,17 +55,15 @@ static moq_status wait_for(const bench *b, moq_err *err) {
 
 /* ---- candidates ---- */
 
-static moq_status add_candidate(bench *b, const moq_plan *plan, int64_t m, int kernel,
-                                int32_t variant, moq_err *err) {
+static moq_status add_candidate(bench *b, moq_choice choice, int32_t variant, moq_err *err) {
     candidate *c = &b->candidate[b->count];
-    moq_kernel_config config = moq_plan_config(plan, kernel, m, variant);
-    c->kernel = kernel;
+    c->kernel = choice.kernel;
     c->variant = variant;
     c->job = malloc(b->subject->job_size);
     if (!c->job)
         return moq_fail_of(err, MOQ_ERR_MEMORY, "tune", "out of memory");
     b->count++;
-    MOQ_TRY(b->subject->open(b->subject->data, (moq_choice){kernel, config}, c->job, err));
+    MOQ_TRY(b->subject->open(b->subject->data, choice, c->job, err));
     c->job->stream = b->memory.stream;
     if (c->job->bytes > b->workspace_bytes)
         b->workspace_bytes = c->job->bytes;
@@ -76,19 +74,28 @@ static void drop_last(bench *b) {
     free(b->candidate[--b->count].job);
 }
 
+static moq_status add_variant(bench *b, const moq_plan *plan, int64_t m, int kernel,
+                              int32_t variant, moq_err *err) {
+    moq_choice choice = {kernel, moq_plan_config(plan, kernel, m, variant)};
+    return add_candidate(b, choice, variant, err);
+}
+
 static moq_status add_kernel(bench *b, const moq_plan *plan, int64_t m, int kernel, moq_err *err) {
-    MOQ_TRY(add_candidate(b, plan, m, kernel, 0, err));
+    MOQ_TRY(add_variant(b, plan, m, kernel, 0, err));
     uint64_t variants = b->subject->variants(b->subject->data, b->candidate[b->count - 1].job);
     if (!(variants & 1)) /* it refuses this very call */
         drop_last(b);
     for (int32_t i = 1; i < MOQ_MAX_VARIANTS; i++)
         if (variants >> i & 1)
-            MOQ_TRY(add_candidate(b, plan, m, kernel, i, err));
+            MOQ_TRY(add_variant(b, plan, m, kernel, i, err));
     return MOQ_OK;
 }
 
-static moq_status add_candidates(bench *b, const moq_plan *plan, int64_t m, moq_err *err) {
-    for (int i = 0; i < plan->count; i++)
+static moq_status add_candidates(bench *b, const moq_plan *plan, int64_t m, const moq_choice *only,
+                                 moq_err *err) {
+    if (only)
+        MOQ_TRY(add_candidate(b, *only, only->config.variant, err));
+    for (int i = 0; i < plan->count && !only; i++)
         if (moq_plan_can_keep(plan, plan->kernel[i], m))
             MOQ_TRY(add_kernel(b, plan, m, plan->kernel[i], err));
     return b->workspace_bytes
@@ -232,10 +239,11 @@ static moq_status time_all(bench *b, moq_err *err) {
 
 /* ---- the measurement ---- */
 
-static moq_status measure(bench *b, const moq_plan *plan, int64_t m, moq_err *err) {
+static moq_status measure(bench *b, const moq_plan *plan, int64_t m, const moq_choice *only,
+                          moq_err *err) {
     MOQ_TRY(moq_tune_memory_begin(plan->layer.device, &b->memory, err));
     MOQ_TRY(b->subject->make(b->subject->data, &b->memory, &b->copies, err));
-    MOQ_TRY(add_candidates(b, plan, m, err));
+    MOQ_TRY(add_candidates(b, plan, m, only, err));
     return time_all(b, err);
 }
 
@@ -260,11 +268,12 @@ static void report(const bench *b, moq_timing *timings, int *count) {
     qsort(timings, (size_t)b->count, sizeof *timings, compare_timings);
 }
 
-static moq_status measure_on_device(bench *b, const moq_plan *plan, int64_t m, moq_err *err) {
+static moq_status measure_on_device(bench *b, const moq_plan *plan, int64_t m,
+                                    const moq_choice *only, moq_err *err) {
     bool entered = false, cuda = plan->layer.device.kind == MOQ_CUDA;
     if (cuda)
         MOQ_TRY(moq_cuda_enter(plan->layer.device.index, &entered, err));
-    moq_status status = measure(b, plan, m, err);
+    moq_status status = measure(b, plan, m, only, err);
     finish(b);
     if (cuda)
         moq_cuda_leave(entered);
@@ -272,12 +281,12 @@ static moq_status measure_on_device(bench *b, const moq_plan *plan, int64_t m, m
 }
 
 moq_status moq_tune_measure(const moq_tune_subject *subject, const moq_plan *plan, int64_t m,
-                            moq_timing *timings, int *count, moq_err *err) {
+                            const moq_choice *only, moq_timing *timings, int *count, moq_err *err) {
     bench *b = calloc(1, sizeof *b);
     if (!b)
         return moq_fail_of(err, MOQ_ERR_MEMORY, "tune", "out of memory");
     b->subject = subject;
-    moq_status status = measure_on_device(b, plan, m, err);
+    moq_status status = measure_on_device(b, plan, m, only, err);
     if (status == MOQ_OK)
         report(b, timings, count);
     free(b);

@@ -36,9 +36,10 @@ typedef struct {
 } moq_tune_subject;
 
 /* Times every kernel of the plan that can serve m > 0 rows, and all of its variants, and writes
- * them, at most MOQ_MAX_TIMINGS, the fastest first. On CUDA calls are replayed from graphs, each
- * with another set of weights, so that they come from memory; not within a capture. */
+ * them, at most MOQ_MAX_TIMINGS, the fastest first; where `only` is given, that one alone. On CUDA
+ * calls are replayed from graphs, each with another set of weights, so that they come from memory;
+ * not within a capture. */
 moq_status moq_tune_measure(const moq_tune_subject *subject, const moq_plan *plan, int64_t m,
-                            moq_timing *timings, int *count, moq_err *err);
+                            const moq_choice *only, moq_timing *timings, int *count, moq_err *err);
 
 #endif

@@ -14,6 +14,7 @@ from typing import Any
 from moqext.checkpoint import Checkpoint
 from moqext.cli import plain, text
 from moqext.cli.histogram import Histogram
+from moqext.reader.advice import ADVICE
 from moqext.reader.config.cache_memory import CachePart, cache_bytes, cache_parts
 from moqext.reader.formats.scale_values import BLOCK_SCALES_READ, FEW, block_scale_bytes, decode_scales
 from moqext.reader.formats.stored import tensor_bytes
@@ -227,7 +228,7 @@ def _problems(problems: Sequence[Problem]) -> str:
         blocks.append(
             f'<details class="problem"{is_open}><summary><b class="{alike[0].severity}">'
             f"{alike[0].severity}</b> <code>{_text(code)}</code> <small>{text.times(len(alike))}</small>"
-            f"</summary><ul>{items}</ul></details>"
+            f"</summary><p>{_text(ADVICE[code])}</p><ul>{items}</ul></details>"
         )
     return _section("Problems", "\n".join(blocks))
 

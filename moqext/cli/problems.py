@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moqext.cli import text
+from moqext.reader.advice import ADVICE
 from moqext.reader.problems import CODES, SEVERITIES, Problem
 
 EXAMPLES = 2
@@ -21,6 +22,7 @@ def as_data(problems: Sequence[Problem]) -> list[dict[str, Any]]:
             "tensor": problem.tensor,
             "message": problem.message,
             "repair": CODES[problem.code].repair,
+            "advice": ADVICE[problem.code],
         }
         for problem in problems
     ]
@@ -33,7 +35,7 @@ def counts(problems: Sequence[Problem]) -> str:
 
 
 def as_text(problems: Sequence[Problem], columns: int | None, *, every: bool) -> list[text.Line]:
-    """The problems by code, worst first; of each code the first two, or every one."""
+    """The problems by code, worst first, with what to do; of each code the first two, or every one."""
     by_code: dict[str, list[Problem]] = defaultdict(list)
     for severity in SEVERITIES:
         for problem in problems:
@@ -48,6 +50,8 @@ def as_text(problems: Sequence[Problem], columns: int | None, *, every: bool) ->
             lines += [text.Line(line) for line in text.wrap(sentence(problem), columns, indent=4)]
         if len(shown) < len(alike):
             lines.append(text.Line(f"    and {len(alike) - len(shown):,} more; --problems lists all"))
+        if every or severity != "note":
+            lines += [text.Line(line) for line in text.wrap(f"to do: {ADVICE[code]}", columns, indent=4)]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The methods that engines make of a checkpoint's layers, each description once, for `moqext tune`.
+"""The methods that engines make of a checkpoint's layers, each description once, for `tune` and `bench`.
 
 Headers tell all of it. A linear runs alone, as in plain PyTorch, and fused with its siblings, as engines do;
 fused layers of FP8 run as one product or part by part, by their activation scales, and take codes from the
@@ -14,6 +14,7 @@ import numpy as np
 from moqext._C import UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
 from moqext.checkpoint import Checkpoint
+from moqext.cli.config_layers import config_layers
 from moqext.errors import CheckpointError
 from moqext.layers.linear import LinearMethod
 from moqext.layers.load_experts import computed_options, plan_parts
@@ -23,18 +24,7 @@ from moqext.ops.spelling import Compute, Dtype
 from moqext.reader.naming import FUSED_GROUPS
 from moqext.reader.records import LayerRecord
 from moqext.tools.bench import random_params
-
-
-class TimedLayer(NamedTuple):
-    """A description of layers.
-
-    Attributes:
-        method: of all of them.
-        names: of the layers in the checkpoint, parts of fused ones with " + " between them.
-    """
-
-    method: LinearMethod | MoEMethod
-    names: list[str]
+from moqext.tools.bench_layers import ModelLayer
 
 
 class Row(NamedTuple):
@@ -58,7 +48,7 @@ class Row(NamedTuple):
 
 def find_layers(
     checkpoint: Checkpoint, *, device: str, dtype: Dtype, compute: Compute
-) -> tuple[list[TimedLayer], dict[str, str]]:
+) -> tuple[list[ModelLayer], dict[str, str]]:
     """The layers of a checkpoint by their description.
 
     Args:
@@ -70,17 +60,46 @@ def find_layers(
     Returns:
         The descriptions, in the order of their first layers, and why a layer has none, by its name.
     """
-    found: dict[str, TimedLayer] = {}
-    refused: dict[str, str] = {}
     options = {"device": device, "dtype": dtype, "compute": compute}
-    for names, make in _candidates(checkpoint, options):
+    return _by_description(_candidates(checkpoint, options))
+
+
+def model_layers(
+    checkpoint: Checkpoint, *, device: str, compute: Compute
+) -> tuple[list[ModelLayer], dict[str, str]]:
+    """Every layer of a checkpoint as a pass runs it, once: linears fused where engines fuse them.
+
+    Linears of FP8 that are fused have one activation scale, as calibrated together.
+
+    Args:
+        checkpoint: headers are enough; without, the sizes of config.json.
+        device: "cpu" or "cuda:N".
+        compute: what is multiplied.
+
+    Returns:
+        As `find_layers`.
+
+    Raises:
+        CheckpointError: there are no headers, and config.json is of an unknown model.
+    """
+    if not checkpoint.files.has_weights:
+        return _by_description(config_layers(checkpoint, device=device, compute=compute))
+    return _by_description(_of_a_pass(checkpoint, {"device": device, "compute": compute}))
+
+
+def _by_description(
+    candidates: Iterable[tuple[str, Iterator[LinearMethod | MoEMethod]]],
+) -> tuple[list[ModelLayer], dict[str, str]]:
+    found: dict[str, ModelLayer] = {}
+    refused: dict[str, str] = {}
+    for names, make in candidates:
         try:
             methods = list(make)
         except (UnsupportedQuantization, CheckpointError, ValueError) as error:
             refused[names] = str(error)
             continue
         for method in methods:
-            found.setdefault(layer_key(method), TimedLayer(method, [])).names.append(names)
+            found.setdefault(layer_key(method), ModelLayer(method, [])).names.append(names)
     return list(found.values()), refused
 
 
@@ -121,6 +140,28 @@ def _candidates(
     for record in checkpoint.layers():
         if record.kind == "moe":
             yield record.name, _expert_methods(checkpoint, record, options)
+
+
+def _of_a_pass(
+    checkpoint: Checkpoint, options: dict[str, Any]
+) -> Iterator[tuple[str, Iterator[LinearMethod | MoEMethod]]]:
+    """Fused groups in the place of their first member, other linears alone, and experts."""
+    linears = [record for record in checkpoint.layers() if record.kind == "linear"]
+    groups = {record.name: group for group in _fused(linears) for record in group}
+    done: set[str] = set()
+    for record in checkpoint.layers():
+        if record.kind == "moe":
+            yield record.name, _expert_methods(checkpoint, record, options)
+        elif record.kind == "linear" and record.name not in done:
+            group = groups.get(record.name, [record])
+            done.update(member.name for member in group)
+            yield " + ".join(member.name for member in group), _one_method(group, options)
+
+
+def _one_method(records: Sequence[LayerRecord], options: dict[str, Any]) -> Iterator[LinearMethod]:
+    """The last but those that take codes: of fused layers with one activation scale."""
+    methods = [method for method in _linear_methods(records, options) if not method.quantized_input]
+    yield methods[-1]
 
 
 def _fused(linears: Iterable[LayerRecord]) -> Iterator[list[LayerRecord]]:

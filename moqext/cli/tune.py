@@ -11,12 +11,13 @@ import numpy as np
 from moqext.cli import add_checkpoint, open_checkpoint, text
 from moqext.cli.bench import tokens
 from moqext.cli.device import add_device, choose_device
-from moqext.cli.timed_layers import Row, TimedLayer, find_layers, time_layer
+from moqext.cli.timed_layers import Row, find_layers, time_layer
 from moqext.errors import CheckpointError
 from moqext.layers import tuning
 from moqext.layers.linear import LinearMethod
 from moqext.layers.moe import MoEMethod
 from moqext.reader.files.whole import output_path
+from moqext.tools.bench_layers import ModelLayer
 
 SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _time_all(
-    layers: Sequence[TimedLayer], counts: Sequence[int], path: Any, *, quiet: bool
+    layers: Sequence[ModelLayer], counts: Sequence[int], path: Any, *, quiet: bool
 ) -> list[dict[str, Any]]:
     """Times layer by layer and writes each when it is done, so that Ctrl-C loses one of them."""
     rng = np.random.default_rng(0)
@@ -123,7 +124,7 @@ def _time_all(
     return told
 
 
-def _show(layer: TimedLayer, rows: Sequence[Row]) -> None:
+def _show(layer: ModelLayer, rows: Sequence[Row]) -> None:
     """Prints the table of a layer."""
     names = layer.names
     more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""

@@ -32,6 +32,7 @@ from moqext.layers.linear import LinearMethod
 from moqext.layers.method import ParamSpec
 from moqext.layers.moe import MoEMethod
 from moqext.ops import to_device
+from moqext.ops.spelling import Compute
 
 ALGOS = tuple(name for name in LINEARS if not ALGORITHMS[name].pre_quant_scale)
 """Measured unless told otherwise: all that run, but for NVFP4_AWQ, which is NVFP4 with factors for x."""
@@ -53,6 +54,9 @@ LEAST_ROTATION = 400_000_000
 
 PRODUCT_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 """Rows and columns of the square matrices by whose products the speed of multiplying is found."""
+
+TURNS = 64
+"""Calls with experts of their own, at most."""
 
 LONG_PRODUCT = 0.02
 """Seconds of a product that keeps every thread busy for long enough: larger matrices gain nothing."""
@@ -169,6 +173,7 @@ def measure(
     seconds: float = 5.0,
     rotate: int | None = None,
     seed: int = 0,
+    compute: Compute = "exact",
     peers: Callable[[tuple[int, int], np.random.Generator], Sequence[Contestant]] = lambda shape, rng: (),
     report: Callable[[Row], object] = lambda row: None,
 ) -> Measurement:
@@ -182,13 +187,14 @@ def measure(
         seconds: As for `measure_layer`.
         rotate: As for `measure_layer`; None is `rotation()`.
         seed: Of all data.
+        compute: As for `LinearMethod`.
         peers: More contestants of a layer, from its shape and a source of data; on `threads` too.
         report: Called with each row as soon as there is one.
 
     Raises:
         UnsupportedQuantization, ValueError: as `LinearMethod`, before anything is measured.
     """
-    check(shapes, algos)
+    check(shapes, algos, compute=compute)
     rotate = rotate or rotation()
     torch = find_torch()
     threads = threads or _C.num_threads()  # after torch is loaded: its OpenMP runtime is asked
@@ -196,9 +202,9 @@ def measure(
     ceilings = measure_ceilings(threads, rotate, torch)
     measured = []
     for shape in shapes:
-        contestants = [_torch_contestant(torch, shape, rng, rotate)] if torch else []
+        contestants = [torch_linear(torch, shape, rng, rotate)] if torch else []
         contestants += peers(shape, rng)
-        contestants += [_contestant(algo, shape, rng, rotate) for algo in algos]
+        contestants += [_contestant(algo, shape, rng, rotate, compute) for algo in algos]
         for row in measure_layer(
             shape, tokens, contestants, ceilings, rng, threads=threads, seconds=seconds, torch=torch
         ):
@@ -208,7 +214,13 @@ def measure(
     return Measurement(facts, measured)
 
 
-def check(shapes: Sequence[tuple[int, int]], algos: Sequence[str]) -> None:
+def check(
+    shapes: Sequence[tuple[int, int]],
+    algos: Sequence[str],
+    *,
+    device: str = "cpu",
+    compute: Compute = "exact",
+) -> None:
     """Checks that every algorithm runs on every shape.
 
     Raises:
@@ -216,7 +228,7 @@ def check(shapes: Sequence[tuple[int, int]], algos: Sequence[str]) -> None:
     """
     for algo in algos:
         for rows, columns in shapes:
-            LinearMethod(algo, columns, [rows])
+            LinearMethod(algo, columns, [rows], device=device, compute=compute)
 
 
 def measure_ceilings(threads: int, rotate: int, torch: Any = None) -> Ceilings:
@@ -333,45 +345,108 @@ def _turn(contestant: Contestant, x: Any, first: int, most: float) -> list[float
     return times[1:] or times  # the first wakes the threads, which nobody notices in a long one
 
 
-def _contestant(algo: str, shape: tuple[int, int], rng: np.random.Generator, rotate: int) -> Contestant:
+def _contestant(
+    algo: str, shape: tuple[int, int], rng: np.random.Generator, rotate: int, compute: Compute = "exact"
+) -> Contestant:
     rows, columns = shape
-    method = LinearMethod(algo, columns, [rows])
-    params = {name: random_tensor(spec, rng) for name, spec in method.checkpoint_params.items()}
-    prepared = method.prepare(params)
+    return method_contestant(LinearMethod(algo, columns, [rows], compute=compute), rng, rotate)
+
+
+def method_contestant(method: LinearMethod | MoEMethod, rng: np.random.Generator, rotate: int) -> Contestant:
+    """A layer of moqext's on the CPU, in bfloat16.
+
+    Args:
+        method: Of the layer.
+        rng: Source of codes and scales.
+        rotate: Bytes of weights that take turns.
+    """
+    prepared = random_params(method, rng)
     weight_bytes = sum(tensor.nbytes for tensor in prepared.values())
     weights = [prepared]
     weights += [
         {name: np.array(tensor) for name, tensor in prepared.items()}
         for _ in range(copies(weight_bytes, rotate) - 1)
     ]
-    return Contestant(
-        method.quant_algo,
-        method.backend_for,
-        weights,
-        weight_bytes,
-        lambda values: reference.encode(values, "bfloat16"),
-        method,
-    )
+    about = (method.quant_algo, method.backend_for)
+    if isinstance(method, LinearMethod):
+        return Contestant(
+            *about, weights, weight_bytes, lambda values: reference.encode(values, "bfloat16"), method
+        )
+    top_k, call = method.top_k, method
+
+    def activations(values: NDArray[np.float32]) -> Tokens:
+        shares = np.full((len(values), top_k), 1 / top_k, np.float32)
+        return Tokens(reference.encode(values, "bfloat16"), shares, turns_of(call, len(values)))
+
+    def run(tokens: Tokens, turn: tuple[int, Any]) -> Any:
+        return call(tokens.x, turn[1], tokens.weights, tokens.ids[turn[0] % len(tokens.ids)])
+
+    turns = [(turn, weights[turn % len(weights)]) for turn in range(max(TURNS, len(weights)))]
+    return Contestant(*about, turns, weight_bytes, activations, run)
 
 
-def _torch_contestant(
-    torch: Any, shape: tuple[int, int], rng: np.random.Generator, rotate: int
+class Tokens(NamedTuple):
+    """Arguments of a layer of experts.
+
+    Attributes:
+        x: [tokens, hidden_size].
+        weights: float32 [tokens, top_k].
+        ids: int32 [tokens, top_k] of each turn.
+    """
+
+    x: Any
+    weights: Any
+    ids: Sequence[Any]
+
+
+def turns_of(method: MoEMethod, tokens: int) -> list[NDArray[np.int32]]:
+    """Experts of the tokens of each turn, as `moqext tune` has them.
+
+    A turn has as many experts as tokens of chance ask for on average, all of these as many tokens. It goes on
+    where the one before ended.
+    """
+    experts, top_k = method.num_experts, method.top_k
+    active = round(experts * (1 - (1 - min(top_k, experts) / experts) ** tokens))
+    slots = np.arange(tokens * top_k) % active
+    turns = range(min(TURNS, -(-experts // active)))
+    return [((turn * active + slots) % experts).astype(np.int32).reshape(tokens, top_k) for turn in turns]
+
+
+def torch_linear(
+    torch: Any, shape: tuple[int, int], rng: np.random.Generator, rotate: int, device: str = "cpu"
 ) -> Contestant:
-    weight = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)).bfloat16()
-    weights = [weight] + [weight.clone() for _ in range(copies(weight.nbytes, rotate) - 1)]
+    """A linear of torch's in bfloat16.
+
+    Args:
+        torch: The module.
+        shape: (out_features, in_features).
+        rng: Source of the weight.
+        rotate: Bytes of weights that take turns.
+        device: "cpu" or "cuda:N".
+    """
+    weight = torch_normal(torch, shape, rng, device)
+    weights = [weight] + [
+        weight.clone() for _ in range(copies(weight.nbytes, rotate, 1 + (device == "cpu")) - 1)
+    ]
     return Contestant(
         PEER,
         lambda tokens: "torch",
         weights,
         weight.nbytes,
-        lambda values: torch.from_numpy(values).bfloat16(),
+        lambda values: torch.from_numpy(values).to(device, torch.bfloat16),
         torch.nn.functional.linear,
     )
 
 
-def copies(weight_bytes: int, rotate: int) -> int:
+def torch_normal(torch: Any, shape: Sequence[int], rng: np.random.Generator, device: str) -> Any:
+    """A tensor of torch's of normal numbers in bfloat16."""
+    generator = torch.Generator(device).manual_seed(int(rng.integers(2**62)))
+    return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
+
+
+def copies(weight_bytes: int, rotate: int, least: int = 2) -> int:
     """How many weights of so many bytes have to take turns."""
-    return max(2, -(-rotate // weight_bytes))
+    return max(least, -(-rotate // weight_bytes))
 
 
 def random_tensor(spec: ParamSpec, rng: np.random.Generator) -> NDArray[Any]:

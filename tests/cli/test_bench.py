@@ -11,10 +11,12 @@ import pytest
 
 import moqext
 from moqext.__main__ import main
+from moqext.cli import bench as cli_bench
 from moqext.cli.bench import doubt
 from moqext.environment import environment, last_level_cache
 from moqext.tools import bench
 from moqext.tools.bench_plot import roofline
+from moqext.tools.busy import Calibration
 
 QUICK = (
     "--shapes",
@@ -81,6 +83,27 @@ def test_torch_takes_turns(capsys):
         assert peer["bytes"] == 2 * (np.prod(peer["shape"]) + peer["tokens"] * sum(peer["shape"]))
         for row in others:
             assert row["torch_ratio"] == pytest.approx(peer["seconds"] / row["seconds"])
+
+
+def test_no_column_for_torch_that_is_not_there(capsys, without_torch):
+    """The last column of the table stood empty."""
+    assert main(["bench", *QUICK]) == 0
+    heads = [line.split() for line in capsys.readouterr().out.splitlines() if "algorithm" in line]
+    assert heads == 4 * [["algorithm", "kernel", "time", "GB/s", "of", "floor"]]
+
+
+def test_a_busy_machine_is_a_warning_and_data(capsys, monkeypatch, without_torch):
+    for calm in (True, False):
+        monkeypatch.setattr(
+            cli_bench, "calibrate", lambda threads, s=0.99 if calm else 0.5: Calibration(s, 0.0)
+        )
+        monkeypatch.setattr(cli_bench, "doubt", lambda rows: "")
+        assert main(["bench", *QUICK, "--json"]) == 0
+        captured = capsys.readouterr()
+        told = json.loads(captured.out)
+        assert told["calibration"] == {"share": 0.99 if calm else 0.5, "spread": 0.0}
+        assert captured.err.count("\n") == len(told["warnings"]) == (not calm)
+        assert captured.err == "".join(f"moqext: warning: {warning}\n" for warning in told["warnings"])
 
 
 def test_table_and_plot(capsys, tmp_path, without_torch):
@@ -150,7 +173,7 @@ def test_plot_of_one_number_of_tokens():
         (("--seconds", "nan"), "expected seconds, more than 0"),
         (("--rotate", "0"), "expected megabytes from 1"),
         (("--seed", "-1"), "expected a seed from 0"),
-        (("--device", "cuda"), "invalid choice: 'cuda'"),
+        (("--device", "gpu"), 'expected "cpu", "cuda:N" or "auto", got \'gpu\''),
     ],
 )
 def test_bad_arguments(capsys, options, message):
@@ -167,6 +190,8 @@ def test_bad_arguments(capsys, options, message):
         (("--algos", "MIXED_PRECISION"), "MIXED_PRECISION has no linear method"),
         (("--shapes", "16x17"), "in_features: expected a multiple of the group size 16 for NVFP4, got 17"),
         (("--plot", "no/such/folder/plot.svg"), "no/such/folder/plot.svg"),
+        (("--device", "cuda:77"), "--device cuda:77: no such CUDA device"),
+        (("--compute", "fp4"), "fp4"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(capsys, monkeypatch, options, message):

@@ -13,6 +13,7 @@ import pytest
 
 import moqext
 from moqext.__main__ import main
+from moqext.reader.advice import ADVICE
 from moqext.reader.problems import CODES
 
 from ..svd_files import write_svd, write_svd_experts
@@ -321,6 +322,7 @@ def test_json_of_problems_and_of_some_layers(inspect, data):
         "tensor": None,
         "message": report["problems"][0]["message"],
         "repair": "no",
+        "advice": ADVICE["mixed_fused_formats"],
     }
 
 
