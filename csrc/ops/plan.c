@@ -17,7 +17,8 @@ static const moq_kernel *kernel_of(const moq_plan *plan, int kernel) {
     return plan->operation->kernels[kernel];
 }
 
-bool moq_plan_can_run(const moq_plan *plan, int kernel, int64_t m, char *reason) {
+/* By the description alone. */
+static bool can_run(const moq_plan *plan, int kernel, int64_t m, char *reason) {
     const moq_kernel *row = kernel_of(plan, kernel);
     if (plan->layer.quantized_input && !row->takes_codes)
         snprintf(reason, MOQ_REASON_SIZE, "quantizes x itself, the layer gets codes");
@@ -27,6 +28,16 @@ bool moq_plan_can_run(const moq_plan *plan, int kernel, int64_t m, char *reason)
     else
         return plan->operation->can_run(plan->problem, row, m, reason, MOQ_REASON_SIZE);
     return false;
+}
+
+static bool is_served(const moq_plan *plan, int kernel, int64_t m, char *reason) {
+    const moq_operation *operation = plan->operation;
+    return !operation->is_served ||
+           operation->is_served(plan->problem, kernel_of(plan, kernel), m, reason, MOQ_REASON_SIZE);
+}
+
+bool moq_plan_can_run(const moq_plan *plan, int kernel, int64_t m, char *reason) {
+    return can_run(plan, kernel, m, reason) && is_served(plan, kernel, m, reason);
 }
 
 /* ---- collecting the kernels ---- */
@@ -154,26 +165,38 @@ static bool runs_without_scale(const moq_plan *plan, int kernel) {
     return plan->layer.choice != MOQ_COMPUTE_FP4 || !kernel_of(plan, kernel)->quantizes;
 }
 
-static moq_status find_cheapest(const moq_plan *plan, int64_t m, bool scaled, int32_t *kernel,
-                                moq_err *err) {
+/* The number among the plan's kernels of the one with the least estimate, but for those whose bit
+ * is set; -1 for none. */
+static int find_least(const moq_plan *plan, int64_t m, bool scaled, uint32_t without) {
     char reason[MOQ_REASON_SIZE];
     double least = 0;
     int best = -1;
     for (int i = 0; i < plan->count; i++) {
-        if (!moq_plan_can_run(plan, plan->kernel[i], m, reason) ||
-            !(scaled || runs_without_scale(plan, plan->kernel[i])))
+        int kernel = plan->kernel[i];
+        if (without >> i & 1 || !can_run(plan, kernel, m, reason) ||
+            !(scaled || runs_without_scale(plan, kernel)))
             continue;
-        double seconds = moq_plan_cost(plan, plan->kernel[i], m);
-        if (is_replaced(plan, plan->kernel[i]))
-            seconds += LAST;
+        double seconds = moq_plan_cost(plan, kernel, m) + (is_replaced(plan, kernel) ? LAST : 0);
         if (best < 0 || seconds < least) {
-            best = plan->kernel[i];
+            best = i;
             least = seconds;
         }
     }
+    return best;
+}
+
+static moq_status find_cheapest(const moq_plan *plan, int64_t m, bool scaled, int32_t *kernel,
+                                moq_err *err) {
+    char reason[MOQ_REASON_SIZE];
+    uint32_t without = 0;
+    int best = find_least(plan, m, scaled, without);
+    while (best >= 0 && !is_served(plan, plan->kernel[best], m, reason)) {
+        without |= 1u << best;
+        best = find_least(plan, m, scaled, without);
+    }
     if (best < 0)
         return refuse_tokens(plan, m, err);
-    *kernel = best;
+    *kernel = plan->kernel[best];
     return MOQ_OK;
 }
 
@@ -253,19 +276,12 @@ static void forget(moq_plan *plan, int64_t bucket) {
     }
 }
 
-/* The compute mode of a call: with "auto" the kernel's, elsewhere the layer's. */
-static moq_compute compute_of(const moq_layer *layer, const moq_kernel *kernel) {
-    if (layer->compute != MOQ_COMPUTE_AUTO)
-        return layer->compute;
-    bool exact = layer->choice == MOQ_COMPUTE_FP8 ? !kernel->folds : !kernel->quantizes;
-    return exact ? MOQ_COMPUTE_EXACT : layer->choice;
-}
-
-moq_status moq_plan_pick_compute(moq_plan *plan, int64_t m, moq_compute *compute, moq_err *err) {
-    moq_choice choice;
-    MOQ_TRY(moq_plan_pick(plan, m, true, &choice, err));
-    *compute = compute_of(&plan->layer, kernel_of(plan, choice.kernel));
-    return MOQ_OK;
+moq_compute moq_plan_compute(const moq_plan *plan, int kernel) {
+    const moq_kernel *row = kernel_of(plan, kernel);
+    bool exact = plan->layer.choice == MOQ_COMPUTE_FP8 ? !row->folds : !row->quantizes;
+    if (plan->layer.compute != MOQ_COMPUTE_AUTO)
+        return plan->layer.compute;
+    return exact ? MOQ_COMPUTE_EXACT : (moq_compute)plan->layer.choice;
 }
 
 /* The bucket's own number is the largest in it: what lies between it and m, a kernel that runs
