@@ -154,10 +154,13 @@ static moq_status refuse_tokens(const moq_plan *plan, int64_t m, moq_err *err) {
 /* Seconds by which a kernel comes behind all others. */
 #define LAST 1e3
 
-/* Whether kernels made for the device are preferred. */
+/* Whether others are preferred: on Hopper kernels made for it; elsewhere, where folded codes are
+ * multiplied in 16 bits too, exact ones of "auto". */
 static bool is_replaced(const moq_plan *plan, int kernel) {
-    const moq_configs *configs = kernel_of(plan, kernel)->configs;
-    return configs && configs->any_chip && plan->layer.target->capability == 90;
+    const moq_kernel *row = kernel_of(plan, kernel);
+    if (plan->layer.target->capability == 90)
+        return row->configs && row->configs->any_chip;
+    return plan->layer.choice == MOQ_COMPUTE_FP8 && row->folds;
 }
 
 /* Whether a kernel does calls that bring no scale of x. */
