@@ -38,6 +38,7 @@ typedef struct {
     bool takes_codes; /* it runs layers whose x is codes: moq_linear_spec.quantized_input */
     bool folds;       /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds), */
     bool quantizes;   /* or their own codes by e2m1 codes of x */
+    bool only_forced; /* it runs where MOQEXT_KERNEL names it, and nowhere else */
 } moq_kernel;
 
 typedef struct {

@@ -25,8 +25,11 @@ static bool can_run(const moq_plan *plan, int kernel, int64_t m, char *reason) {
     else if (plan->layer.low_rank && !row->adds)
         snprintf(reason, MOQ_REASON_SIZE, "adds nothing to its outputs, %s has a low-rank part",
                  plan->layer.algo);
-    else
-        return plan->operation->can_run(plan->problem, row, m, reason, MOQ_REASON_SIZE);
+    else if (plan->operation->can_run(plan->problem, row, m, reason, MOQ_REASON_SIZE)) {
+        if (!row->only_forced || plan->forced)
+            return true;
+        snprintf(reason, MOQ_REASON_SIZE, "runs only where MOQEXT_KERNEL names it");
+    }
     return false;
 }
 
@@ -66,10 +69,10 @@ static moq_status force(moq_plan *plan, const char *forced, moq_err *err) {
         kernel++;
     if (kernel == count)
         return refuse_name(plan->operation, forced, err);
+    plan->forced = true;
     if (!moq_plan_can_run(plan, kernel, MOQ_ANY_TOKENS, reason))
         return moq_fail(err, MOQ_ERR_UNSUPPORTED, "MOQEXT_KERNEL=%s cannot run this layer: %s",
                         forced, reason);
-    plan->forced = true;
     add_kernel(plan, kernel);
     return MOQ_OK;
 }
