@@ -108,6 +108,16 @@ def test_weights_without_a_scale_of_x_are_exact_on_blackwell(algo):
     assert {auto.backend(tokens) for tokens in TOKENS} == {"cuda:sm80_nvfp4"}
 
 
+def test_a_call_without_a_scale_of_x_is_exact_on_blackwell():
+    auto = plan("auto", capability="10.0")
+    auto.keep(1024, "cuda:cublaslt_fp4", 0)
+    for tokens in (*TOKENS, 1024):
+        assert auto.compute_for(tokens, False) == "exact"
+        assert auto.backend(tokens, input_scale=False) == "cuda:sm80_nvfp4"
+    assert auto.compute_for(1024) == "fp4"
+    assert plan("fp4", capability="10.0").backend(1024, False) == "cuda:cublaslt_fp4"
+
+
 def test_sizes_that_the_library_does_not_take_are_exact_on_blackwell():
     for shape in ((8200, 8192), (8192, 8208)):
         auto = plan("auto", capability="10.0", shape=shape)

@@ -128,35 +128,48 @@ static PyObject *memory(PyObject *self, void *unused) {
 
 /* ---- the choice ---- */
 
-/* Picks the kernel that runs so many tokens, of which there are `least` at least; -1 with an
- * exception. */
-static int pick(PyObject *self, PyObject *tokens, int64_t least, moq_choice *choice) {
+/* Picks the kernel that runs so many tokens, of which there are `least` at least, in a call that
+ * brings the scale of x unless `scaled` is false; -1 with an exception. */
+static int pick(PyObject *self, PyObject *tokens, int64_t least, PyObject *scaled,
+                moq_choice *choice) {
     int64_t m;
     moq_err err;
-    if (moq_arg_int(tokens, "tokens", least, INT64_MAX, &m) < 0)
+    int with_scale = scaled ? PyObject_IsTrue(scaled) : 1;
+    if (with_scale < 0 || moq_arg_int(tokens, "tokens", least, INT64_MAX, &m) < 0)
         return -1;
-    if (moq_plan_pick(plan_of(self), m, true, choice, &err) == MOQ_OK)
+    if (moq_plan_pick(plan_of(self), m, with_scale, choice, &err) == MOQ_OK)
         return 0;
     moq_raise(moq_plan_state(self), &err);
     return -1;
 }
 
-static PyObject *backend(PyObject *self, PyObject *tokens) {
+/* Reads (tokens, input_scale=True), and picks. */
+static int pick_for(PyObject *self, const moq_signature *signature, PyObject *const *values,
+                    Py_ssize_t nargs, PyObject *kwnames, moq_choice *choice) {
+    PyObject *v[2];
+    return moq_args_parse(moq_plan_state(self), signature, values, nargs, kwnames, v) < 0
+               ? -1
+               : pick(self, v[0], 0, v[1], choice);
+}
+
+static const moq_signature BACKEND = {"backend", 2, 1, 2, {KW_tokens, KW_input_scale}};
+
+static PyObject *backend(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
+                         PyObject *kwnames) {
     moq_choice choice;
-    if (pick(self, tokens, 0, &choice) < 0)
+    if (pick_for(self, &BACKEND, values, nargs, kwnames, &choice) < 0)
         return NULL;
     return name_of(plan_of(self)->operation->kernels[choice.kernel]);
 }
 
-static PyObject *compute_for(PyObject *self, PyObject *tokens) {
-    moq_compute compute;
-    int64_t m;
-    moq_err err;
-    if (moq_arg_int(tokens, "tokens", 0, INT64_MAX, &m) < 0)
+static const moq_signature COMPUTE_FOR = {"compute_for", 2, 1, 2, {KW_tokens, KW_input_scale}};
+
+static PyObject *compute_for(PyObject *self, PyObject *const *values, Py_ssize_t nargs,
+                             PyObject *kwnames) {
+    moq_choice choice;
+    if (pick_for(self, &COMPUTE_FOR, values, nargs, kwnames, &choice) < 0)
         return NULL;
-    if (moq_plan_pick_compute(plan_of(self), m, &compute, &err) != MOQ_OK)
-        return moq_raise(moq_plan_state(self), &err);
-    return PyUnicode_FromString(moq_compute_name(compute));
+    return PyUnicode_FromString(moq_compute_name(moq_plan_compute(plan_of(self), choice.kernel)));
 }
 
 static const moq_signature CONFIG = {"config", 2, 1, 2, {KW_tokens, KW_input_scale}};
@@ -168,7 +181,7 @@ static PyObject *config(PyObject *self, PyObject *const *values, Py_ssize_t narg
     PyObject *v[2];
     moq_choice choice;
     if (moq_args_parse(moq_plan_state(self), &CONFIG, values, nargs, kwnames, v) < 0 ||
-        pick(self, v[0], 1, &choice) < 0)
+        pick(self, v[0], 1, v[1], &choice) < 0)
         return NULL;
     int64_t m = PyLong_AsLongLong(v[0]);
     int scaled = v[1] ? PyObject_IsTrue(v[1]) : 1;
@@ -429,9 +442,10 @@ static PyMethodDef PLAN_METHODS[] = {
      "checkpoint_params() -> list of (name, shape, dtype, role, required)"},
     {"prepared_params", prepared_params, METH_NOARGS,
      "prepared_params() -> list of (name, shape, dtype, role, required)"},
-    {"backend", backend, METH_O, "backend(tokens) -> str: the kernel for that many tokens"},
-    {"compute_for", compute_for, METH_O,
-     "compute_for(tokens) -> str: what that many tokens are multiplied as"},
+    {"backend", (PyCFunction)(void (*)(void))backend, METH_FASTCALL | METH_KEYWORDS,
+     "backend(tokens, input_scale=True) -> str: the kernel for that many tokens"},
+    {"compute_for", (PyCFunction)(void (*)(void))compute_for, METH_FASTCALL | METH_KEYWORDS,
+     "compute_for(tokens, input_scale=True) -> str: what that many tokens are multiplied as"},
     {"config", (PyCFunction)(void (*)(void))config, METH_FASTCALL | METH_KEYWORDS,
      "config(tokens, input_scale=True) -> (kernel, variant, config, blocks that share, seconds) of "
      "a "

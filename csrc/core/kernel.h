@@ -41,6 +41,7 @@ typedef struct {
     /* It runs batch_invariant layers, with any number of tokens: in configs that `configs` lets
      * those have, a row is summed in one order, whatever other rows there are. */
     bool row_order_fixed;
+    bool only_forced; /* it runs where MOQEXT_KERNEL names it, and nowhere else */
 } moq_kernel;
 
 typedef struct {

@@ -136,8 +136,10 @@ static bool ask(const moq_linear_kernel *row, const moq_linear_spec *spec, int64
 
 /* Asks the library of a kernel, with the device current. A device that cannot be is no reason: the
  * call says what it is. */
-static bool has_algorithms(const moq_linear_kernel *row, const moq_linear_spec *spec, int64_t m,
-                           char *reason, size_t size) {
+static bool is_served(const void *problem, const moq_kernel *kernel, int64_t m, char *reason,
+                      size_t size) {
+    const moq_linear_kernel *row = row_of(kernel);
+    const moq_linear_spec *spec = problem;
     const moq_target *target = &spec->target;
     bool entered;
     moq_err err;
@@ -145,15 +147,14 @@ static bool has_algorithms(const moq_linear_kernel *row, const moq_linear_spec *
         return true;
     if (moq_cuda_enter(spec->device.index, &entered, &err) != MOQ_OK)
         return !target->pretended || ask(row, spec, m, reason, size);
-    bool has = ask(row, spec, m, reason, size);
+    bool served = ask(row, spec, m, reason, size);
     moq_cuda_leave(entered);
-    return has;
+    return served;
 }
 
 static bool can_run(const void *problem, const moq_kernel *kernel, int64_t m, char *reason,
                     size_t size) {
-    const moq_linear_kernel *row = row_of(kernel);
-    return row->can_run(problem, m, reason, size) && has_algorithms(row, problem, m, reason, size);
+    return row_of(kernel)->can_run(problem, m, reason, size);
 }
 
 static double cost(const void *problem, const moq_kernel *kernel, int64_t m) {
@@ -176,6 +177,7 @@ const moq_operation MOQ_LINEAR = {
     .kernels = KERNELS,
     .kernel_count = KERNEL_COUNT,
     .can_run = can_run,
+    .is_served = is_served,
     .cost = cost,
     .text = text,
     .checkpoint_params = checkpoint_params,

@@ -17,7 +17,8 @@ static const moq_kernel *kernel_of(const moq_plan *plan, int kernel) {
     return plan->operation->kernels[kernel];
 }
 
-bool moq_plan_can_run(const moq_plan *plan, int kernel, int64_t m, char *reason) {
+/* By the description alone. */
+static bool can_run(const moq_plan *plan, int kernel, int64_t m, char *reason) {
     const moq_kernel *row = kernel_of(plan, kernel);
     if (plan->layer.quantized_input && !row->takes_codes)
         snprintf(reason, MOQ_REASON_SIZE, "quantizes x itself, the layer gets codes");
@@ -31,9 +32,22 @@ bool moq_plan_can_run(const moq_plan *plan, int kernel, int64_t m, char *reason)
         snprintf(reason, MOQ_REASON_SIZE,
                  "%s:%s runs all numbers of rows of batch_invariant layers",
                  kernel_of(plan, plan->kernel[0])->family, kernel_of(plan, plan->kernel[0])->name);
-    else
-        return plan->operation->can_run(plan->problem, row, m, reason, MOQ_REASON_SIZE);
+    else if (plan->operation->can_run(plan->problem, row, m, reason, MOQ_REASON_SIZE)) {
+        if (!row->only_forced || plan->forced)
+            return true;
+        snprintf(reason, MOQ_REASON_SIZE, "runs only where MOQEXT_KERNEL names it");
+    }
     return false;
+}
+
+static bool is_served(const moq_plan *plan, int kernel, int64_t m, char *reason) {
+    const moq_operation *operation = plan->operation;
+    return !operation->is_served ||
+           operation->is_served(plan->problem, kernel_of(plan, kernel), m, reason, MOQ_REASON_SIZE);
+}
+
+bool moq_plan_can_run(const moq_plan *plan, int kernel, int64_t m, char *reason) {
+    return can_run(plan, kernel, m, reason) && is_served(plan, kernel, m, reason);
 }
 
 /* ---- collecting the kernels ---- */
@@ -62,10 +76,10 @@ static moq_status force(moq_plan *plan, const char *forced, moq_err *err) {
         kernel++;
     if (kernel == count)
         return refuse_name(plan->operation, forced, err);
+    plan->forced = true;
     if (!moq_plan_can_run(plan, kernel, MOQ_ANY_TOKENS, reason))
         return moq_fail(err, MOQ_ERR_UNSUPPORTED, "MOQEXT_KERNEL=%s cannot run this layer: %s",
                         forced, reason);
-    plan->forced = true;
     add_kernel(plan, kernel);
     return MOQ_OK;
 }
@@ -140,10 +154,13 @@ static moq_status refuse_tokens(const moq_plan *plan, int64_t m, moq_err *err) {
 /* Seconds by which a kernel comes behind all others. */
 #define LAST 1e3
 
-/* Whether kernels made for the device are preferred. */
+/* Whether others are preferred: on Hopper kernels made for it; elsewhere, where folded codes are
+ * multiplied in 16 bits too, exact ones of "auto". */
 static bool is_replaced(const moq_plan *plan, int kernel) {
-    const moq_configs *configs = kernel_of(plan, kernel)->configs;
-    return configs && configs->any_chip && plan->layer.target->capability == 90;
+    const moq_kernel *row = kernel_of(plan, kernel);
+    if (plan->layer.target->capability == 90)
+        return row->configs && row->configs->any_chip;
+    return plan->layer.choice == MOQ_COMPUTE_FP8 && row->folds;
 }
 
 /* Whether a kernel does calls that bring no scale of x. */
@@ -151,26 +168,38 @@ static bool runs_without_scale(const moq_plan *plan, int kernel) {
     return plan->layer.choice != MOQ_COMPUTE_FP4 || !kernel_of(plan, kernel)->quantizes;
 }
 
-static moq_status find_cheapest(const moq_plan *plan, int64_t m, bool scaled, int32_t *kernel,
-                                moq_err *err) {
+/* The number among the plan's kernels of the one with the least estimate, but for those whose bit
+ * is set; -1 for none. */
+static int find_least(const moq_plan *plan, int64_t m, bool scaled, uint32_t without) {
     char reason[MOQ_REASON_SIZE];
     double least = 0;
     int best = -1;
     for (int i = 0; i < plan->count; i++) {
-        if (!moq_plan_can_run(plan, plan->kernel[i], m, reason) ||
-            !(scaled || runs_without_scale(plan, plan->kernel[i])))
+        int kernel = plan->kernel[i];
+        if (without >> i & 1 || !can_run(plan, kernel, m, reason) ||
+            !(scaled || runs_without_scale(plan, kernel)))
             continue;
-        double seconds = moq_plan_cost(plan, plan->kernel[i], m);
-        if (is_replaced(plan, plan->kernel[i]))
-            seconds += LAST;
+        double seconds = moq_plan_cost(plan, kernel, m) + (is_replaced(plan, kernel) ? LAST : 0);
         if (best < 0 || seconds < least) {
-            best = plan->kernel[i];
+            best = i;
             least = seconds;
         }
     }
+    return best;
+}
+
+static moq_status find_cheapest(const moq_plan *plan, int64_t m, bool scaled, int32_t *kernel,
+                                moq_err *err) {
+    char reason[MOQ_REASON_SIZE];
+    uint32_t without = 0;
+    int best = find_least(plan, m, scaled, without);
+    while (best >= 0 && !is_served(plan, plan->kernel[best], m, reason)) {
+        without |= 1u << best;
+        best = find_least(plan, m, scaled, without);
+    }
     if (best < 0)
         return refuse_tokens(plan, m, err);
-    *kernel = best;
+    *kernel = plan->kernel[best];
     return MOQ_OK;
 }
 
@@ -288,19 +317,12 @@ static void forget(moq_plan *plan, int64_t bucket) {
     }
 }
 
-/* The compute mode of a call: with "auto" the kernel's, elsewhere the layer's. */
-static moq_compute compute_of(const moq_layer *layer, const moq_kernel *kernel) {
-    if (layer->compute != MOQ_COMPUTE_AUTO)
-        return layer->compute;
-    bool exact = layer->choice == MOQ_COMPUTE_FP8 ? !kernel->folds : !kernel->quantizes;
-    return exact ? MOQ_COMPUTE_EXACT : layer->choice;
-}
-
-moq_status moq_plan_pick_compute(moq_plan *plan, int64_t m, moq_compute *compute, moq_err *err) {
-    moq_choice choice;
-    MOQ_TRY(moq_plan_pick(plan, m, true, &choice, err));
-    *compute = compute_of(&plan->layer, kernel_of(plan, choice.kernel));
-    return MOQ_OK;
+moq_compute moq_plan_compute(const moq_plan *plan, int kernel) {
+    const moq_kernel *row = kernel_of(plan, kernel);
+    bool exact = plan->layer.choice == MOQ_COMPUTE_FP8 ? !row->folds : !row->quantizes;
+    if (plan->layer.compute != MOQ_COMPUTE_AUTO)
+        return plan->layer.compute;
+    return exact ? MOQ_COMPUTE_EXACT : (moq_compute)plan->layer.choice;
 }
 
 /* The bucket's own number is the largest in it: what lies between it and m, a kernel that runs

@@ -22,7 +22,8 @@
  * device. A plan keeps the kernels that can run its problem with some number of tokens, or the one
  * that MOQEXT_KERNEL names. A call takes what tuning kept for its number of tokens, else of the
  * kernels that can run as many the one with the least estimate; among equals the first of the
- * table. An estimate is a number of seconds and never a way to say no.
+ * table. A library is asked last, of the kernel that would be taken, which then gives way or not.
+ * An estimate is a number of seconds and never a way to say no.
  *
  * A batch_invariant layer has one kernel for all numbers of tokens: of those with row_order_fixed
  * the one with the least product of estimates for one, some and many tokens. */
@@ -57,6 +58,11 @@ typedef struct {
     /* Writes the reason and returns false where the kernel cannot run m tokens. */
     bool (*can_run)(const void *problem, const moq_kernel *kernel, int64_t m, char *reason,
                     size_t size);
+    /* Whether what a kernel that can run m tokens needs beside the device is there: a library with
+     * an algorithm. Writes the reason where it is not. NULL: kernels of the operation need nothing.
+     */
+    bool (*is_served)(const void *problem, const moq_kernel *kernel, int64_t m, char *reason,
+                      size_t size);
     /* Estimated seconds of m tokens that a kernel of the CPU can run; only their order matters. */
     double (*cost)(const void *problem, const moq_kernel *kernel, int64_t m);
     /* The problem in a few words, for messages. */
@@ -109,8 +115,8 @@ moq_status moq_plan_make(const moq_operation *operation, const void *problem, co
  * can run as many, as one that MOQEXT_KERNEL names may not. Threads may ask at once. */
 moq_status moq_plan_pick(moq_plan *plan, int64_t m, bool scaled, moq_choice *choice, moq_err *err);
 
-/* The compute mode of the kernel that moq_plan_pick returns for a call that brings the scale. */
-moq_status moq_plan_pick_compute(moq_plan *plan, int64_t m, moq_compute *compute, moq_err *err);
+/* The compute mode in which a kernel of the plan runs. */
+moq_compute moq_plan_compute(const moq_plan *plan, int kernel);
 
 /* The layer with so many tokens, as configs are compared for it. */
 moq_problem moq_plan_problem(const moq_plan *plan, int64_t m);

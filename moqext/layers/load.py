@@ -61,15 +61,20 @@ class Layer:
     @property
     def backend(self) -> str:
         """The kernel that runs one token, as "family:name"."""
-        return self.method.backend
+        return self.backend_for(1)
 
     def backend_for(self, tokens: int) -> str:
         """The kernel that runs so many tokens; see `LinearMethod.backend_for`."""
-        return self.method.backend_for(tokens)
+        return self.method._plan.backend(tokens, self._is_scaled)
 
     def compute_for(self, tokens: int) -> str:
         """The `compute` of so many tokens; see `LinearMethod.compute_for`."""
-        return self.method.compute_for(tokens)
+        return self.method._plan.compute_for(tokens, self._is_scaled)
+
+    @property
+    def _is_scaled(self) -> bool:
+        """Whether the checkpoint has a scale of x."""
+        return "input_scale" in self.params
 
     def explain(self, tokens: int | None = None) -> str:
         """Why that kernel; see `LinearMethod.explain`."""

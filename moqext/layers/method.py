@@ -149,7 +149,8 @@ class PlannedMethod:
     def compute_for(self, tokens: int) -> str:
         """The `compute` of a call with so many rows of x; for "auto" the one that it takes.
 
-        Takes the arguments of `backend_for`, and raises its errors.
+        Takes the arguments of `backend_for`, and raises its errors. Both answer for calls with an
+        `input_scale`, without which "auto" never is "fp4".
         """
         return self._plan.compute_for(tokens)
 

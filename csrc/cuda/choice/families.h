@@ -25,7 +25,8 @@
     X(SM90_NVFP4_FP8_MEDIUM)                                                                       \
     X(CUBLASLT)                                                                                    \
     X(CUBLASLT_GENERAL)                                                                            \
-    X(CUBLASLT_FP4)
+    X(CUBLASLT_FP4)                                                                                \
+    X(SM120_NVFP4_BLOCK)
 
 /* X(name of the kernel in capitals): its row is MOQ_MOE_ and that name. */
 #define MOQ_MOE_FAMILIES(X)                                                                        \

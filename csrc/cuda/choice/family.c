@@ -140,6 +140,26 @@ bool moq_suits_folding(const moq_linear_spec *spec, char *reason, size_t size) {
     return false;
 }
 
+bool moq_suits_fp4(const moq_linear_spec *spec, char *reason, size_t size) {
+    bool fp4 = spec->weight == MOQ_WEIGHT_E2M1_SWIZZLED || moq_linear_unpacks(spec);
+    if (!fp4 || spec->dtype == MOQ_DT_F32) {
+        snprintf(reason, size,
+                 "multiplies NVFP4 codes to 16-bit outputs (compute fp4), the layer is %s with "
+                 "compute %s, %s",
+                 spec->algo, moq_compute_name(spec->compute), moq_dtype_name(spec->dtype));
+        return false;
+    }
+    if (spec->in_features % 32 != 0) { /* 16 bytes of codes */
+        snprintf(reason, size, "needs in_features to be a multiple of 32, got %lld",
+                 (long long)spec->in_features);
+        return false;
+    }
+    for (int i = 0; i < spec->partition_count; i++)
+        if (!moq_is_multiple_of_16("each of out_partitions", spec->partition[i], reason, size))
+            return false;
+    return true;
+}
+
 bool moq_is_general(const moq_linear_spec *spec, char *reason, size_t size) {
     if (!moq_layout_is_general(spec->weight))
         snprintf(reason, size,

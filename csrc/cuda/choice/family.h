@@ -49,6 +49,9 @@ bool moq_suits_16_bits(const moq_linear_spec *spec, char *reason, size_t size);
 /* Packed NVFP4 weights, multiplied as FP8 codes on compute capability 9.0. */
 bool moq_suits_folding(const moq_linear_spec *spec, char *reason, size_t size);
 
+/* NVFP4 weights and activations with 16-bit outputs, in sizes that block-scaled products take. */
+bool moq_suits_fp4(const moq_linear_spec *spec, char *reason, size_t size);
+
 /* MXFP8, int8 and int4 weights with 16-bit activations. */
 bool moq_is_general(const moq_linear_spec *spec, char *reason, size_t size);
 

@@ -100,24 +100,8 @@ static bool can_run(const moq_linear_spec *spec, int64_t m, char *reason, size_t
 /* Products of NVFP4 codes, both with block scales: since compute capability 10.0. */
 static bool can_run_fp4(const moq_linear_spec *spec, int64_t m, char *reason, size_t size) {
     (void)m;
-    if (!moq_has_capability(spec, MOQ_FP4_CAPABILITY, reason, size))
-        return false;
-    if (!moq_cublaslt_is_fp4(spec) || spec->dtype == MOQ_DT_F32) {
-        snprintf(reason, size,
-                 "multiplies NVFP4 codes to 16-bit outputs (compute fp4), the layer is %s with "
-                 "compute %s, %s",
-                 spec->algo, moq_compute_name(spec->compute), moq_dtype_name(spec->dtype));
-        return false;
-    }
-    if (spec->in_features % 32 != 0) { /* 16 bytes of codes */
-        snprintf(reason, size, "needs in_features to be a multiple of 32, got %lld",
-                 (long long)spec->in_features);
-        return false;
-    }
-    for (int i = 0; i < spec->partition_count; i++)
-        if (!moq_is_multiple_of_16("each of out_partitions", spec->partition[i], reason, size))
-            return false;
-    return moq_has_cublaslt(spec, reason, size);
+    return moq_has_capability(spec, MOQ_FP4_CAPABILITY, reason, size) &&
+           moq_suits_fp4(spec, reason, size) && moq_has_cublaslt(spec, reason, size);
 }
 
 /* ---- the rows ---- */

@@ -33,6 +33,7 @@
 #include "cuda/device/ptx.h"
 #include "cuda/linear/finish_sums.h"
 #include "cuda/linear/linear_cublaslt.h"
+#include "cuda/linear/sm120/nvfp4_block.h"
 #include "cuda/runtime/cublaslt_api.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/tensor/cuda_nvfp4_pack.h"
@@ -501,8 +502,10 @@ static moq_status unpack_segment(const moq_linear_call *call, const layout *l, c
     return moq_cuda_unpack_nvfp4(&u, call->stream, err);
 }
 
+typedef moq_status (*multiplier)(const moq_matmul *p, moq_err *err);
+
 static moq_status run_segment(const moq_linear_call *call, const layout *l, int index,
-                              moq_err *err) {
+                              multiplier multiply, moq_err *err) {
     segment s = segment_at(call->spec, index);
     moq_cuda_quantize q = quantization(call, l);
     if (index > 0 && q.given)
@@ -520,19 +523,27 @@ static moq_status run_segment(const moq_linear_call *call, const layout *l, int 
     if (l->unpacks)
         MOQ_TRY(unpack_segment(call, l, &s, err));
     moq_matmul p = product(call, l, &s);
-    MOQ_TRY(moq_matmul_run(&p, err));
+    MOQ_TRY(multiply(&p, err));
     return moq_cuda_settle((cudaStream_t)call->stream, WHAT, err);
 }
 
-extern "C" moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err) {
+static moq_status run(const moq_linear_call *call, multiplier multiply, moq_err *err) {
     layout l = workspace_layout(call);
     int segments = segments_of(call->spec);
     MOQ_TRY(place_scales(call, &l, err));
     if (scaling_of(call->spec) == MOQ_SCALED_NVFP4)
         MOQ_TRY(clear_scales(call, &l, err));
     for (int i = 0; i < segments; i++)
-        MOQ_TRY(run_segment(call, &l, i, err));
+        MOQ_TRY(run_segment(call, &l, i, multiply, err));
     return l.direct ? MOQ_OK : finish_results(call, &l, err);
+}
+
+extern "C" moq_status moq_cublaslt_linear(const moq_linear_call *call, moq_err *err) {
+    return run(call, moq_matmul_run, err);
+}
+
+extern "C" moq_status moq_block_scaled_linear(const moq_linear_call *call, moq_err *err) {
+    return run(call, moq_block_scaled_product, err);
 }
 
 } // namespace moq::cublaslt
