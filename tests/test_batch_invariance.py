@@ -38,9 +38,14 @@ KERNELS = [name for name, reason in LinearMethod("NVFP4", 32, [8])._plan.explain
 
 
 @cache
+def stored_linear(algo, rows, columns):
+    return random_linear(np.random.default_rng(1), algo, rows, columns)
+
+
+@cache
 def linear(algo, compute, dtype, device, rows=(26, 14), columns=640, kernel=None):
     """A prepared layer of some partitions, and the call of it on arrays of the host."""
-    case = random_linear(np.random.default_rng(1), algo, rows, columns)
+    case = stored_linear(algo, rows, columns)
     with pytest.MonkeyPatch.context() as patch:
         if kernel:
             patch.setenv("MOQEXT_KERNEL", kernel)
@@ -48,19 +53,19 @@ def linear(algo, compute, dtype, device, rows=(26, 14), columns=640, kernel=None
     parts = {role: [moved(method, part) for part in parts] for role, parts in case.listed().items()}
     params = method.prepare(parts)
 
-    def product(x):
-        return bits_of(method(moved(method, x, dtype), params))
+    def product(x, bias=None):
+        return on_host(method(moved(method, x, dtype), params, moved(method, bias)))
 
     return method, product
 
 
-def bits_of(y):
-    """The bits of an output, of NumPy or of torch."""
+def on_host(y):
+    """An output of NumPy or torch as an array; bfloat16 as its bits."""
     if hasattr(y, "cpu"):
         from .cuda.cases import to_numpy
 
-        y = to_numpy(y)
-    return np.ascontiguousarray(y).view(np.uint8)
+        return to_numpy(y)
+    return y
 
 
 def rows_of_all_sizes(rng, tokens, columns, dtype):
@@ -75,12 +80,24 @@ def rows_of_all_sizes(rng, tokens, columns, dtype):
     return reference.encode(x, dtype) if dtype == "bfloat16" else x.astype(dtype)
 
 
+def assert_same_bits(y, expected, what):
+    np.testing.assert_array_equal(
+        *(np.ascontiguousarray(value).view(np.uint8) for value in (y, expected)), err_msg=what
+    )
+
+
 def assert_rows_stand_alone(rng, product, x, counts):
-    """Rows of a call have the bits that they have among some of them, in another order."""
-    whole = product(x)
+    """Rows of a call have the bits that they have among some of them, in another order.
+
+    Of one row a bias takes away the output: what is left shows the last bits of its float32 sums.
+    """
+    one = int(rng.integers(len(x)))
+    bias = -np.nan_to_num(reference.as_float32(product(x)[one]), posinf=0, neginf=0)
+    whole = product(x, bias)
     for count in counts:
         some = rng.permutation(len(x))[:count]
-        np.testing.assert_array_equal(product(x[some]), whole[some], err_msg=f"{count} of {len(x)} rows")
+        some[rng.integers(len(some))] = one
+        assert_same_bits(product(x[some], bias), whole[some], f"{count} of {len(x)} rows")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -103,6 +120,12 @@ def test_rows_of_linears_stand_alone(kernel, kind, dtype, tokens, counts, seed):
 
 
 @cache
+def stored_experts(algo, compute, count, hidden, inner, top_k):
+    method = MoEMethod(algo, count, hidden, inner, compute=compute, top_k=top_k)
+    return random_experts(np.random.default_rng(2), method)
+
+
+@cache
 def experts(algo, compute, dtype, device, count=6, hidden=256, inner=128, top_k=3, kernel=None):
     """A prepared layer of experts, and the call of it on arrays of the host."""
     with pytest.MonkeyPatch.context() as patch:
@@ -110,11 +133,11 @@ def experts(algo, compute, dtype, device, count=6, hidden=256, inner=128, top_k=
             patch.setenv("MOQEXT_KERNEL", kernel)
         about = {"compute": compute, "dtype": dtype, "device": device, "top_k": top_k}
         method = MoEMethod(algo, count, hidden, inner, batch_invariant=True, **about)
-    stacks = random_experts(np.random.default_rng(2), method)
+    stacks = stored_experts(algo, compute, count, hidden, inner, top_k)
     params = prepared(method, {name: stack for name, stack in stacks.items() if "bias" not in name})
 
     def layer(x, weights, ids):
-        return bits_of(run(method, params, x, weights, ids))
+        return run(method, params, x, weights, ids)
 
     return method, layer
 
@@ -124,7 +147,7 @@ def assert_tokens_stand_alone(rng, layer, x, weights, ids, counts):
     for count in counts:
         some = rng.permutation(len(x))[:count]
         y = layer(x[some], weights[some], ids[some])
-        np.testing.assert_array_equal(y, whole[some], err_msg=f"{count} of {len(x)} tokens")
+        assert_same_bits(y, whole[some], f"{count} of {len(x)} tokens")
 
 
 @settings(max_examples=40)

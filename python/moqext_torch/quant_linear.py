@@ -263,6 +263,16 @@ class QuantLinear(PreparedModule):
         with torch.no_grad():
             return weight_of(self._prepared, shape, self.out_partitions, self.group_size, dtype or self.dtype)
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that PEFT gives to adapters beside the layer."""
+        return self.dtype
+
+    @property
+    def W_q(self) -> torch.nn.Parameter:
+        """The codes. Of a layer that has them by this name PEFT asks `dequantize()` for the weight (DoRA)."""
+        return self.weight
+
     def _find_method(self) -> LinearMethod:
         return self._method_of(self.one_input_scale)
 

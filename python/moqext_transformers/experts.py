@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from moqext import Checkpoint, CheckpointError, UnsupportedQuantization
-from moqext.ops.spelling import Compute
 from moqext_torch import QuantMoE
 from moqext_torch.experts import ExpertsPlace
 from moqext_torch.prepared import DTYPES
@@ -33,11 +32,11 @@ class LoadedExperts:
     """All experts of a model, from their places before anything is loaded to the tensors that are saved.
 
     Args:
-        compute: as for `moqext_torch.QuantMoE`.
+        about: arguments of `moqext_torch.QuantMoE` that are the same for all.
     """
 
-    def __init__(self, compute: Compute) -> None:
-        self._compute: Compute = compute
+    def __init__(self, about: Mapping[str, Any]) -> None:
+        self._about = about
         self._groups: list[_Group] = []
 
     def replace(
@@ -57,7 +56,7 @@ class LoadedExperts:
         for name, place in places.items():
             dtype = place.weight.dtype if place.weight.dtype in DTYPES else torch.bfloat16
             made[name] = QuantMoE.empty_like(
-                checkpoint, place.record, compute=self._compute, dtype=dtype, device="meta", **place.options
+                checkpoint, place.record, dtype=dtype, device="meta", **self._about, **place.options
             )
             _refuse_devices(place, made[name], device_map)
             loaded = names.loaded(f"{place.record.name}.").removesuffix(".")

@@ -20,6 +20,7 @@ def load_config(
     compute: Compute = "exact",
     fuse: bool = True,
     dequantize_unsupported: bool = False,
+    batch_invariant: bool = False,
     **kwargs: Any,
 ) -> Any:
     """The configuration of a model with what ModelOpt says of its quantization, wherever that stands.
@@ -32,7 +33,8 @@ def load_config(
         directory: of the checkpoint, or its name on the hub.
         compute: as for `moqext_torch.QuantLinear`.
         fuse: whether `fuse` is applied to the model.
-        dequantize_unsupported: as for `ModelOptConfig`.
+        dequantize_unsupported: as for `ModelOptConfig`, like the next one.
+        batch_invariant: as for `moqext_torch.QuantLinear`.
         kwargs: for `AutoConfig.from_pretrained`.
 
     Returns:
@@ -59,7 +61,12 @@ def load_config(
         raise ConfigError(f"{directory}: quantized by {method!r}, not by ModelOpt")
     if holder is not config:
         del holder.quantization_config
-    options = {"compute": compute, "fuse": fuse, "dequantize_unsupported": dequantize_unsupported}
+    options = {
+        "compute": compute,
+        "fuse": fuse,
+        "dequantize_unsupported": dequantize_unsupported,
+        "batch_invariant": batch_invariant,
+    }
     config.quantization_config = fields | {"quant_method": METHOD} | options
     return config
 
@@ -95,6 +102,7 @@ def from_pretrained(
     compute: Compute = "exact",
     fuse: bool = True,
     dequantize_unsupported: bool = False,
+    batch_invariant: bool = False,
     auto_class: Any = AutoModelForCausalLM,
     config: Any = None,
     **kwargs: Any,
@@ -107,6 +115,7 @@ def from_pretrained(
         fuse: whether `fuse` is applied to the model.
         dequantize_unsupported: whether linears and experts whose algorithm does not run become plain ones in
             the dtype of the model; else they are refused.
+        batch_invariant: as for `moqext_torch.QuantLinear`, of linears and experts.
         auto_class: what makes the model, as `AutoModel`.
         config: what `load_config` returned, the options before among it; None calls it.
         kwargs: for `from_pretrained` of the class.
@@ -118,7 +127,12 @@ def from_pretrained(
         ValueError: model and checkpoint do not fit.
     """
     if config is None:
-        options = {"compute": compute, "fuse": fuse, "dequantize_unsupported": dequantize_unsupported}
+        options = {
+            "compute": compute,
+            "fuse": fuse,
+            "dequantize_unsupported": dequantize_unsupported,
+            "batch_invariant": batch_invariant,
+        }
         config = load_config(directory, **options, **_for_config(kwargs))
     return auto_class.from_pretrained(directory, config=config, **kwargs)
 

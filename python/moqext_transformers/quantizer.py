@@ -61,7 +61,7 @@ def _free_name() -> str:
 
 
 METHOD = _free_name()
-OPTIONS = ("compute", "fuse", "dequantize_unsupported")
+OPTIONS = ("compute", "fuse", "dequantize_unsupported", "batch_invariant")
 """Fields of a configuration that tell how to load, and nothing of the checkpoint."""
 
 
@@ -74,6 +74,7 @@ class ModelOptConfig(QuantizationConfigMixin):
         fuse: whether `fuse` is applied to the model.
         dequantize_unsupported: whether layers whose algorithm does not run are dequantized; else they are
             refused.
+        batch_invariant: as for `moqext_torch.QuantLinear`.
         fields: everything else.
     """
 
@@ -82,6 +83,7 @@ class ModelOptConfig(QuantizationConfigMixin):
         compute: Compute = "exact",
         fuse: bool = True,
         dequantize_unsupported: bool = False,
+        batch_invariant: bool = False,
         **fields: Any,
     ) -> None:
         self.__dict__.update(fields)
@@ -89,6 +91,7 @@ class ModelOptConfig(QuantizationConfigMixin):
         self.compute = compute
         self.fuse = fuse
         self.dequantize_unsupported = dequantize_unsupported
+        self.batch_invariant = batch_invariant
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """The options, which Transformers takes from a configuration that is given to `from_pretrained`."""
@@ -123,7 +126,11 @@ class ModelOptQuantizer(HfQuantizer):
         self._restated: dict[tuple[str, str], str] = {}  # module and role of what a file has in another form
         self._dequantized = DequantizedLayers()
         self._dtypes: dict[str, torch.dtype] = {}  # of what is not quantized, as the model wants it
-        self._experts = LoadedExperts(quantization_config.compute)
+        self._about = {
+            "compute": quantization_config.compute,
+            "batch_invariant": quantization_config.batch_invariant,
+        }
+        self._experts = LoadedExperts(self._about)
         self._directory: Path | None = None
         self._stored_config: QuantConfig | None = None
         self._stored: dict[str, LayerRecord | Projection] = {}  # by the names that a state dict has
@@ -229,9 +236,7 @@ class ModelOptQuantizer(HfQuantizer):
         self, checkpoint: Checkpoint, names: Names, name: str, record: LayerRecord, dtype: torch.dtype
     ) -> QuantLinear:
         """A layer on meta, its tensors shaped as in the file: scalars have many shapes."""
-        linear = QuantLinear.empty_like(
-            [record], compute=self.quantization_config.compute, dtype=dtype, device="meta"
-        )
+        linear = QuantLinear.empty_like([record], dtype=dtype, device="meta", **self._about)
         for role, tensor in record.tensors.items():
             held = getattr(linear, role, None)
             if held is None:
@@ -337,8 +342,8 @@ class ModelOptQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """There are no gradients."""
-        return False
+        """The weights are frozen: adapters beside them can be trained, as gradients go through linears."""
+        return True
 
     @property
     def is_compileable(self) -> bool:

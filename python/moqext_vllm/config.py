@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+from vllm import envs
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -215,9 +216,13 @@ class MoqextConfig(Choices, ModelOptQuantConfigBase):  # type: ignore[misc]
         method: Any = None
         if reason is None or reason.runs:
             if is_experts:
-                method = MoqextModelOptMoEMethod(quant, prefix, self.compute, layer.moe_config)
+                method = MoqextModelOptMoEMethod(
+                    quant, prefix, self.compute, layer.moe_config, envs.VLLM_BATCH_INVARIANT
+                )
             else:
-                method = MoqextModelOptLinearMethod(quant, prefix, self.compute, self.fast_accum)
+                method = MoqextModelOptLinearMethod(
+                    quant, prefix, self.compute, self.fast_accum, envs.VLLM_BATCH_INVARIANT
+                )
             fault = method.find_fault(layer)
             if fault is not None:
                 reason = Reason(str(fault).removeprefix(f"{prefix}: "), runs=False)

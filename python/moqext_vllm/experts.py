@@ -51,10 +51,14 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         prefix: its name, for messages.
         compute: as for `moqext.MoEMethod`.
         moe: vLLM's description of the layer.
+        batch_invariant: as for `moqext.MoEMethod`.
     """
 
-    def __init__(self, quant: LayerQuant, prefix: str, compute: str, moe: Any) -> None:
+    def __init__(
+        self, quant: LayerQuant, prefix: str, compute: str, moe: Any, batch_invariant: bool = False
+    ) -> None:
         super().__init__(moe)
+        self.batch_invariant = bool(batch_invariant)
         self.quant = quant
         self.prefix = prefix
         self.compute = compute
@@ -243,6 +247,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             group_size=self.quant.group_size,
             compute=self.compute,
             global_num_experts=global_num_experts,
+            batch_invariant=self.batch_invariant,
             **options,
         )
         try:

@@ -26,6 +26,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         prefix: its name, for messages.
         compute: as for `moqext.LinearMethod`.
         fast_accum: as for `moqext.LinearMethod`, where weights are FP8; others have no such sums.
+        batch_invariant: as for `moqext.LinearMethod`.
 
     Attributes:
         names: the parameters of tensors that the checkpoint calls otherwise than ModelOpt.
@@ -33,12 +34,20 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     names: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, quant: LayerQuant, prefix: str, compute: str, fast_accum: bool = False) -> None:
+    def __init__(
+        self,
+        quant: LayerQuant,
+        prefix: str,
+        compute: str,
+        fast_accum: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
         super().__init__()
         self.quant = quant
         self.prefix = prefix
         self.compute = compute
         self.fast_accum = fast_accum and str(quant.quant_algo).startswith("FP8")
+        self.batch_invariant = bool(batch_invariant)
         self.partitions: tuple[int, ...] = ()
         self.in_features = 0
         self.dtype = torch.bfloat16
@@ -133,6 +142,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 self.one_input_scale,
                 out_dtype,
                 self.fast_accum,
+                batch_invariant=self.batch_invariant,
             )
         params = {role: tensor for role, tensor in zip(ROLES, tensors, strict=True) if tensor is not None}
         if self.is_new:
@@ -213,6 +223,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 self.one_input_scale,
                 quantized_input,
                 self.fast_accum and dtype is None,
+                batch_invariant=self.batch_invariant and dtype is None,
             )
         except (UnsupportedQuantization, ValueError) as error:
             raise UnsupportedQuantization(f"{self.prefix}: {error}") from error

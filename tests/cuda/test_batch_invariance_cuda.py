@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moqext import UnsupportedQuantization
+from moqext import UnsupportedQuantization, reference
 
 from ..moe_cases import random_routing
 from ..test_batch_invariance import (
     EXPERTS,
     LINEARS,
     assert_rows_stand_alone,
+    assert_same_bits,
     assert_tokens_stand_alone,
     experts,
     linear,
@@ -86,21 +87,21 @@ def test_rows_of_linears(rng, kernel, kind):
 def test_every_config_that_tuning_may_try(rng, kind):
     method, product = layer_of(linear, kind, "bfloat16", "cuda:0", (1024, 144), 1536)
     x = rows_of_all_sizes(rng, 300, 1536, "bfloat16")
-    whole = product(x)
+    bias = -np.nan_to_num(reference.as_float32(product(x)[0]), posinf=0, neginf=0)
+    whole = product(x, bias)
     for tokens in (1, 16, 40, 100, 300):
-        some = rng.permutation(len(x))[:tokens]
         for config in keep_each_variant(method, tokens):
-            np.testing.assert_array_equal(product(x[some]), whole[some], err_msg=f"{tokens} rows, {config}")
+            assert_same_bits(product(x[:tokens], bias), whole[:tokens], f"{tokens} rows, {config}")
 
 
 @pytest.mark.parametrize("kind", EXPERTS, ids=str)
 @pytest.mark.parametrize("kernel", EXPERT_KERNELS)
 def test_tokens_of_experts(rng, kernel, kind):
-    dtype = "float16" if rng.integers(2) else "bfloat16"
-    method, layer = layer_of(experts, kind, dtype, "cuda:0", 12, 512, 384, 4, kernel)
+    """In float16, whose outputs show more of the order of sums, and in bfloat16, where d may be rounded."""
     counts = [count for count in COUNTS if count < (2000 if kernel != "cuda:simt" else 300)]
-    assert method.backend_for(1) == method.backend_for(4096)
-    for routing in ("random", "skewed", "hostile"):
+    for dtype, routing in (("float16", "skewed"), ("bfloat16", "hostile")):
+        method, layer = layer_of(experts, kind, dtype, "cuda:0", 12, 512, 384, 4, kernel)
+        assert method.backend_for(1) == method.backend_for(4096)
         x = rows_of_all_sizes(rng, counts[-1] + 50, 512, dtype)
         weights, ids = random_routing(rng, len(x), 4, 12, routing)
         assert_tokens_stand_alone(rng, layer, x, weights, ids, counts)

@@ -9,10 +9,11 @@
 
 #include <stdio.h>
 
-#define LEAST_STAGES 3 /* and two of tiles of many tokens, whose steps take long */
-#define MANY_TOKENS  128
-#define MOST         (1 << 22)   /* tokens */
-#define MOST_OUTPUTS (1ll << 40) /* tiles are counted in 32 bits */
+#define LEAST_STAGES     3 /* and two of tiles of many tokens, whose steps take long */
+#define MANY_TOKENS      128
+#define MOST             (1 << 22)   /* tokens */
+#define MOST_OUTPUTS     (1ll << 40) /* tiles are counted in 32 bits */
+#define FIXED_ROW_GROUPS 3           /* of batch_invariant layers */
 
 moq_nvfp4_medium_layout moq_nvfp4_medium_smem_layout(const moq_nvfp4_medium_shape *v, int cluster) {
     int turned = v->row_groups * TURNED_AT_ONCE(v->tokens) * 128;
@@ -177,9 +178,11 @@ static bool can_run_nvfp4_fp8_medium(const moq_linear_spec *spec, int64_t m, cha
     static bool work_##name(const moq_problem *p, int config, moq_load *w) {                       \
         return count(p, NAME##_SHAPES, NAME##_COUNT, config, w);                                   \
     }                                                                                              \
-    /* Blocks that split K, and steps that they share, are as many as tiles leave room for. */     \
+    /* Blocks that split K, and steps that they share, are as many as tiles leave room for. The    \
+     * first step of a tile follows from its rows of W, which are as many in all of these. */      \
     static bool row_order_fixed_##name(int config) {                                               \
-        return config < NAME##_COUNT && !NAME##_SHAPES[config].split_k;                            \
+        return config < NAME##_COUNT && !NAME##_SHAPES[config].split_k &&                          \
+               NAME##_SHAPES[config].row_groups == FIXED_ROW_GROUPS;                               \
     }                                                                                              \
     static const moq_configs NAME = {.configs = 2 * NAME##_COUNT,                                  \
                                      .rates = NAME##_RATES,                                        \

@@ -127,7 +127,7 @@ static gemm_args args_of(const moq_linear_call *call, const moq_nvfp4_prefill_co
                    .band = (int)(band < config->columns ? band : config->columns),
                    .stages = stages < MAX_STAGES ? stages : MAX_STAGES,
                    .boxed = moq_tensor_map_suits(call->y->data, call->y->stride[0]),
-                   .apart = call->m <= APART_TOKENS,
+                   .apart = call->m <= APART_TOKENS && !spec->batch_invariant,
                    .tail_tiles = (int)config->tail_tiles,
                    .tail = stream_k_tail_of(config->tail_tiles, steps, config->workers),
                    .out = moq_output_of(call),
