@@ -120,10 +120,14 @@ def _write_jobs(
     ended = Event()
 
     def write(name: str, job: Job) -> None:
-        for tensor, values in job.produce():
-            told(writer.append(tensor, values), tensor)
-            if ended.is_set():
-                return
+        try:
+            for tensor, values in job.produce():
+                told(writer.append(tensor, values), tensor)
+                if ended.is_set():
+                    return
+        except BaseException:
+            ended.set()
+            raise
         staging.mark_done(name)
 
     if workers == 1:
