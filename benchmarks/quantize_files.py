@@ -125,7 +125,7 @@ def quantize(source: Path, out: Path, algo: str, device: str) -> dict[str, Any]:
         "wall_seconds": wall,
         "bytes_read": report["bytes_read"],
         "bytes_written": report["bytes_written"],
-        "bytes_per_second": report["bytes_read"] / report["seconds"],
+        "gb_per_second": report["bytes_read"] / report["seconds"] / 1e9,
         "processor_seconds": usage.ru_utime + usage.ru_stime,
         "memory_bytes": usage.ru_maxrss * 1024,
     }
@@ -155,7 +155,7 @@ def main() -> None:
                 rows.append(row)
                 print(
                     f"{algo:26s} {device:5s} {row['seconds']:6.2f} s, "
-                    f"{row['bytes_per_second'] / 1e9:5.2f} GB/s; {row['wall_seconds']:6.2f} s in all, "
+                    f"{row['gb_per_second']:5.2f} GB/s; {row['wall_seconds']:6.2f} s in all, "
                     f"processor {row['processor_seconds']:6.2f} s, {row['memory_bytes'] / 1e6:,.0f} MB",
                     flush=True,
                 )

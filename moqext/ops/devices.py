@@ -43,4 +43,4 @@ def to_host(x: Any, out: Any = None) -> Any:
         ValueError: another shape, or gaps, of `out`.
         TypeError: another dtype of it.
     """
-    return _C.to_host(x, out)
+    return _C.to_host(x, out=out)

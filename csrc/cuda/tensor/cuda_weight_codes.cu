@@ -377,22 +377,29 @@ static __device__ __forceinline__ band find_band(const weight_args *a, int index
     return b;
 }
 
-/* Returns where a chunk of a band begins. */
-static __device__ __forceinline__ int64_t chunk_offset(const weight_args *a, const band *b,
-                                                       int index) {
+/* Returns where a chunk of a band begins, from where the band does. */
+static __device__ __forceinline__ int chunk_offset(const band *b, int columns, int index) {
     if (b->height == 1)
-        return b->offset + (int64_t)index * VALUES;
+        return index * VALUES;
     int across = b->width / VALUES, row = across == 8 ? index / 8 : index / across;
-    return b->offset + row * a->columns + (index - row * across) * VALUES;
+    return row * columns + (index - row * across) * VALUES;
 }
 
 template <int DT>
-static __device__ __forceinline__ void encode_chunk(const weight_args *a, int64_t offset,
+static __device__ __forceinline__ chunk<DT, VALUES> load_of_band(const weight_args *a,
+                                                                 const band *b, int index) {
+    return load_chunk<DT, VALUES, true>(&a->x, 0,
+                                        b->offset + chunk_offset(b, (int)a->columns, index), 0);
+}
+
+template <int DT>
+static __device__ __forceinline__ void encode_chunk(const weight_args *a, const band *b, int index,
                                                     const chunk<DT, VALUES> &c, float step) {
     float value[VALUES];
     widen(c, value);
     divide_ordinary<DT == MOQ_DT_F32, true>(value, step);
-    *(uint4 *)(a->codes + offset) = moq_e4m3_codes(value);
+    *(uint4 *)(a->codes + b->offset + chunk_offset(b, (int)a->columns, index)) =
+        moq_e4m3_codes(value);
 }
 
 /* Writes the scale of a band and returns it. */
@@ -411,35 +418,30 @@ static __global__ void __launch_bounds__(BAND_THREADS, 2)
     int chunks = b.height * (b.width / VALUES), kept_by_all = KEPT * blockDim.x;
     uint32_t most = 0;
     chunk<DT, VALUES> c[KEPT];
-    int64_t offset[KEPT];
 #pragma unroll
-    for (int j = 0; j < KEPT; j++) { /* the last chunk more than once */
-        int i = min((int)(threadIdx.x + j * blockDim.x), chunks - 1);
-        offset[j] = chunk_offset(&a, &b, i);
-        c[j] = load_chunk<DT, VALUES, true>(&a.x, 0, offset[j], 0);
-    }
+    for (int j = 0; j < KEPT; j++) /* the last chunk more than once */
+        c[j] = load_of_band<DT>(&a, &b, min((int)(threadIdx.x + j * blockDim.x), chunks - 1));
 #pragma unroll
     for (int j = 0; j < KEPT; j++)
         most = max(most, chunk_amax(c[j]));
     for (int i = threadIdx.x + kept_by_all; i < chunks; i += blockDim.x)
-        most = max(most,
-                   chunk_amax(load_chunk<DT, VALUES, true>(&a.x, 0, chunk_offset(&a, &b, i), 0)));
+        most = max(most, chunk_amax(load_of_band<DT>(&a, &b, i)));
     most = max_of_block(most);
     float step = take_scale(&a, most);
     if (!is_ordinary(most, step)) {
         for (int i = threadIdx.x; i < chunks; i += blockDim.x)
-            encode_any_e4m3(&a, chunk_offset(&a, &b, i), VALUES, step);
+            encode_any_e4m3(&a, b.offset + chunk_offset(&b, (int)a.columns, i), VALUES, step);
         return;
     }
 #pragma unroll
     for (int j = 0; j < KEPT; j++) {
-        if (threadIdx.x + j * blockDim.x < chunks)
-            encode_chunk<DT>(&a, offset[j], c[j], step);
+        int i = threadIdx.x + j * blockDim.x;
+        if (i < chunks)
+            encode_chunk<DT>(&a, &b, i, c[j], step);
     }
-    for (int i = threadIdx.x + kept_by_all; i < chunks; i += blockDim.x) {
-        int64_t at = chunk_offset(&a, &b, i);
-        encode_chunk<DT>(&a, at, load_chunk<DT, VALUES, true>(&a.x, 0, at, 0), step);
-    }
+#pragma unroll 1
+    for (int i = threadIdx.x + kept_by_all; i < chunks; i += blockDim.x)
+        encode_chunk<DT>(&a, &b, i, load_of_band<DT>(&a, &b, i), step);
 }
 
 static __device__ __forceinline__ uint32_t amax_of_band(const weight_args *a, const band *b) {
@@ -674,7 +676,7 @@ static moq_status encode_by_bands(const moq_weight_codes *w, weight_args *a, boo
         MOQ_TRY(launch((const void *)search_bands, bands, threads, a, 0, stream, err));
         a->found = true;
     }
-    if (!whole || w->columns % VALUES != 0)
+    if (!whole || w->columns % VALUES != 0 || height * w->columns > INT32_MAX)
         return launch((const void *)any_bands, bands, threads_for(width, 1, THREADS), a, 0, stream,
                       err);
     unsigned threads = threads_for(height * (width / VALUES), KEPT, BAND_THREADS);
