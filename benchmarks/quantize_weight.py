@@ -46,7 +46,7 @@ def call_of(algo: str, search: str | None) -> Callable[[Any], object]:
 
 
 def amax_seconds(torch: Any, weights: list[Any]) -> float:
-    """Of the pass over a weight for its largest magnitude, by the host's clock, with the wait for it."""
+    """Seconds of the pass over a weight for its largest magnitude, with the wait for it."""
     times = []
     for number in range(20):
         weight = weights[number % len(weights)]

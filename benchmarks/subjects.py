@@ -120,6 +120,7 @@ def linear_grids(benchmark: str) -> Sequence[Grid]:
 
 
 PREPARED = ("quant_algo", "experts", "shape", "shapes")
+FILES = ("seconds", "gb_per_second")
 COPIES = ("seconds", "of_copy", "seconds_into_out", "of_copy_into_out")
 CHAIN = ("chain", "forced", "without", "tokens", "quant_algo")
 
@@ -201,6 +202,17 @@ SUBJECTS: Mapping[str, Subject] = {
                 where={"columns": "8192", "tokens": "1|64|8192"},
             ),
             Grid("quantize_cpu", ("scheme",), ("shape",), ("median_of_copy",), {"dtype": "bfloat16"}),
+        ),
+    ),
+    "weight-quantization": Subject(
+        ("quantize_weight_cuda", "quantize_files"),
+        grids=(
+            Grid("quantize_weight_cuda", ("quant_algo", "search"), ("shape",), COPIES[:2]),
+            Grid("quantize_files"),
+        ),
+        shown=(
+            Grid("quantize_weight_cuda", ("quant_algo", "search"), ("shape",), where={"search": ""}),
+            Grid("quantize_files", ("quant_algo",), ("device",), FILES),
         ),
     ),
     "preparation": Subject(

@@ -1,6 +1,7 @@
 """`Checkpoint.quantize`: the files of ModelOpt from the models they were made from, bit for bit."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import moqext
 from moqext.algorithms import ALGORITHMS
 from moqext.ops.quantize_weights import WRITTEN
 from moqext.tools.compare import compare, open_side
-from moqext.tools.quantize import weights
+from moqext.tools.quantize import quantizers, weights
 from moqext.tools.quantize.scales import read_scales
 
 from .quantize_files import CASES, ZEROS, cache_amax, input_amax, unquantized
@@ -363,6 +364,103 @@ def test_query_key_and_value_of_bert_share_their_second_level(rng, tmp_path):
     with moqext.Checkpoint(tmp_path / "out") as made:
         for role in ("weight_scale_2", "input_scale"):
             assert len({float(made.tensor(f"{name}.{role}")) for name in names}) == 1
+
+
+# A device
+
+
+class There:
+    """A tensor of a device that is none."""
+
+    def __init__(self, array):
+        self.array = np.asarray(array).copy()
+        self.shape, self.dtype = self.array.shape, self.array.dtype.name
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """A device in memory of the host: what passes between the two is counted in bytes."""
+    passed = []
+
+    def to_device(x, device):
+        passed.append(x.nbytes)
+        return There(x)
+
+    def to_host(there, out=None):
+        if out is None:
+            return there.array.copy()
+        out[...] = there.array.view(out.dtype)
+        return out
+
+    def made(weight, algo, **options):
+        if isinstance(weight, np.ndarray):
+            return quantize_weight(weight, algo, **options)
+        tensors = quantize_weight(weight.array, algo, **options)
+        return {role: x if role == "weight_scale_2" else There(x) for role, x in tensors.items()}
+
+    quantize_weight, weight_amax = quantizers.ops.quantize_weight, quantizers.weight_amax
+    monkeypatch.setattr(
+        quantizers, "ops", SimpleNamespace(to_device=to_device, to_host=to_host, quantize_weight=made)
+    )
+    monkeypatch.setattr(quantizers, "weight_amax", lambda there: weight_amax(there.array))
+    monkeypatch.setattr("moqext._C.PinnedMemory", lambda nbytes, device: bytearray(nbytes))
+    return passed
+
+
+ON_DEVICE = [
+    "exports/fp8_pb_wo_unaligned",
+    "exports/fp8_pc_pt_bias",
+    "exports/gpt_oss_mxfp8",
+    "exports/llama4_fp8",
+    "exports/llama4_nvfp4",
+    "exports/mixed_three",
+    "exports/qwen3moe_mixed",
+]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.export in ON_DEVICE], ids=lambda case: case.export
+)
+def test_batches_of_a_device_are_written_as_pieces_of_the_host(case, tmp_path, monkeypatch, pretended):
+    quantize(case, tmp_path)
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(weights, "PIECE_BYTES", 8 << 10)
+    monkeypatch.setattr(quantizers, "PIECE_BYTES", 20 << 10)
+    monkeypatch.setattr(quantizers, "BATCH_BYTES", 20 << 10)
+    quantize(case, tmp_path, device="cuda:0", overwrite=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == expected
+    assert pretended
+    assert max(pretended) <= 40 << 10  # a piece has 128 rows at least
+
+
+def test_a_weight_is_on_its_way_to_a_device_by_parts_of_the_largest_tensor(rng, tmp_path, pretended):
+    """The threads together hold no more than the largest tensor has bytes."""
+    tensors = {f"layers.{number}.mlp.up_proj": matrix(rng, 4096, 512) for number in range(6)}
+    tensors = {f"{name}.weight": values for name, values in tensors.items()}
+    tensors["lm_head.weight"] = matrix(rng, 8192, 1024)
+    largest = 2 * 8192 * 1024
+    with write(tmp_path / "in", tensors) as source:
+        source.quantize(tmp_path / "out", to="MXFP8", device="cuda:0")
+    assert sum(pretended) == 2 * 6 * 4096 * 512
+    assert max(pretended) * quantizers.WORKERS <= largest
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("algo", ["MXFP8", "W4A16_NVFP4"])
+def test_infinite_weights_of_a_device_are_refused_by_name(value, algo, rng, tmp_path, pretended):
+    tensors = {f"layers.{number}.up_proj.weight": matrix(rng, 256, 64) for number in range(9)}
+    tensors["layers.5.up_proj.weight"][200, 3] = value
+    with write(tmp_path / "in", tensors) as source:
+        with pytest.raises(moqext.CheckpointError, match=r"layers\.5\.up_proj: a weight is infinite or NaN"):
+            source.quantize(tmp_path / "out", to=algo, device="cuda:0")
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", ""])
+def test_a_device_of_no_kind(device, rng, tmp_path):
+    tensors = {"layers.0.up_proj.weight": matrix(rng, 256, 64)}
+    with write(tmp_path / "in", tensors) as source, pytest.raises(ValueError, match="device: "):
+        source.quantize(tmp_path / "out", to="MXFP8", device=device)
 
 
 # Any sizes

@@ -16,7 +16,7 @@ import moqext
 from moqext.__main__ import main
 from moqext.tools.convert import staging, writer
 from moqext.tools.convert.journal import Journal
-from moqext.tools.quantize import weights
+from moqext.tools.quantize import quantizers, weights
 
 from .quantize_files import CASES, unquantized
 from .work import HANGS
@@ -55,6 +55,26 @@ def jobs_of(run):
         patch.setattr(writer.TensorWriter, "append", counted)
         run()
     return made
+
+
+@pytest.mark.parametrize("at", range(1, 60, 7))
+def test_threads_that_fail_end_the_others_and_are_gone_on_with(at, source, whole, tmp_path, monkeypatch):
+    calls = itertools.count(1)
+    append = writer.TensorWriter.append
+
+    def full(self, name, array):
+        if next(calls) == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return append(self, name, array)
+
+    monkeypatch.setattr(quantizers.HostQuantizer, "workers", 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.TensorWriter, "append", full)
+        with pytest.raises(moqext.CheckpointError, match="No space"):
+            moqext.Checkpoint(source).quantize(tmp_path / "out", **OPTIONS)
+    assert not list((tmp_path / "out").glob("*.json"))
+    moqext.Checkpoint(source).quantize(tmp_path / "out", **OPTIONS)
+    assert content(tmp_path / "out") == whole
 
 
 KILLED = """

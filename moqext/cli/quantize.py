@@ -7,6 +7,7 @@ from typing import get_args
 
 from moqext.checkpoint import Checkpoint
 from moqext.cli import add_checkpoint, text
+from moqext.cli.device import add_device, choose_device
 from moqext.cli.writing import add_output_options, write_checkpoint
 from moqext.ops.quantize_weights import WRITTEN, ScaleSearch
 from moqext.tools.quantize import Quantization, check_options
@@ -19,8 +20,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "quantize",
         help="write a ModelOpt checkpoint of an unquantized model",
         description="Quantizes the linears of a model, experts among them, with the bits of ModelOpt's max "
-        "calibration. Needs no GPU. Killed and run again, it goes on where it was. Exit status: 0, 2 for "
-        "wrong arguments, a checkpoint that cannot be quantized so, or a target that cannot be written.",
+        "calibration, on the CPU or a CUDA device. Killed and run again, it goes on where it was. Exit "
+        "status: 0, 2 for wrong arguments, a checkpoint that cannot be quantized so, or a target that "
+        "cannot be written.",
     )
     add_checkpoint(parser)
     parser.add_argument("out", help="directory to write to")
@@ -50,6 +52,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         choices=CACHES,
         help="quantize the cache of keys and values, by the scales of --scales or without any",
     )
+    add_device(parser, "cpu")
     add_output_options(parser)
     parser.set_defaults(run=run)
 
@@ -58,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """Executes the subcommand and returns the exit status."""
     try:
         check_options(args.to, args.rule, args.scale_search)
-    except ValueError as error:
+        chosen, _ = choose_device(args.device)
+    except (ValueError, RuntimeError) as error:
         print(f"moqext: error: {text.printable(str(error))}", file=sys.stderr)
         return 2
     write = partial(
@@ -69,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         scales=args.scales,
         scale_search=args.scale_search,
         kv_cache=args.kv_cache,
+        device=chosen,
     )
     return write_checkpoint(args, write, report, options={}, facts={})
 

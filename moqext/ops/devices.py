@@ -35,11 +35,12 @@ def to_host(x: Any, out: Any = None) -> Any:
         out: array of its shape and dtype, or raw integers of its width, in host memory; by default a new one.
 
     Returns:
-        A NumPy array, `out` where it is given; dtypes that NumPy has not are those of ml_dtypes if it is installed, else raw integers.
+        `out`, or a NumPy array; dtypes that NumPy has not are those of ml_dtypes if it is installed, else raw
+        integers.
 
     Raises:
         BufferError: x is not on a CUDA device, or has gaps.
         ValueError: another shape, or gaps, of `out`.
         TypeError: another dtype of it.
     """
-    return _C.to_host(x, out)
+    return _C.to_host(x, out=out)

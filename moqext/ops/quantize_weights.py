@@ -51,7 +51,8 @@ def quantize_weight(
     stores NaN.
 
     Args:
-        weight: [N, K] of float32, float16 or bfloat16 (or raw uint16), contiguous, on the host, finite.
+        weight: [N, K] of float32, float16 or bfloat16 (or raw uint16), contiguous, finite, on the host or a
+            CUDA device.
         quant_algo: its name, in any spelling a configuration may have.
         amax: largest magnitude of all weights that share a scale with this one: that of FP8, that of a single
             tile, or weight_scale_2. Default: of this weight.
@@ -61,14 +62,17 @@ def quantize_weight(
             largest to 6 or to 4.
 
     Returns:
-        weight, weight_scale and, where the algorithm has it, weight_scale_2.
+        weight and weight_scale where the weight is, with the same bits on every device, and, where the
+        algorithm has it, weight_scale_2 as a NumPy array. On a device work is queued on the current stream
+        of the weight's framework; without `amax`, formats with one scale or a weight_scale_2 read the weight
+        twice and wait in between.
 
     Raises:
         UnsupportedQuantization: an algorithm that is not in this list.
         TypeError: another dtype.
-        ValueError: a shape that is none, K not divisible by the group, or a search that the algorithm has no
-            scales for.
-        BufferError: memory that is not on the host, or has gaps.
+        ValueError: a shape that is none, K not divisible by the group, a search that the algorithm has no
+            scales for, or infinity or NaN where the largest magnitude is looked for.
+        BufferError: memory that has gaps, or a device that cannot be used.
     """
     codes, scales, second = _C.quantize_weight(
         weight, quant_algo, amax=amax, group_size=group_size, search=search
@@ -80,5 +84,8 @@ def quantize_weight(
 
 
 def weight_amax(weight: Any) -> float:
-    """The largest magnitude of a tensor of any shape, as `quantize_weight` takes one; NaN if one is NaN."""
+    """The largest magnitude of a tensor of any shape, as `quantize_weight` takes one; NaN if one is NaN.
+
+    On a device it waits for the work on the current stream.
+    """
     return _C.weight_amax(weight)

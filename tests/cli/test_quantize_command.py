@@ -56,6 +56,18 @@ def test_quiet_says_nothing(source, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@each("device", ["cuda", "cuda:3"])
+def test_a_device_that_is_not_there(device, source, tmp_path, capsys, monkeypatch):
+    def none():
+        raise RuntimeError("no CUDA device: the driver reports none")
+
+    monkeypatch.setattr("moqext._C.cuda_devices", none)
+    assert main(["quantize", source, str(tmp_path / "out"), "--to", "MXFP8", "--device", device]) == 2
+    told = f"moqext: error: --device {device}: no such CUDA device: no CUDA device: the driver reports none\n"
+    assert capsys.readouterr().err == told
+    assert not (tmp_path / "out").exists()
+
+
 @each(
     "arguments, told",
     [

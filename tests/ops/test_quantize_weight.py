@@ -113,6 +113,26 @@ def test_four_over_six_takes_the_better_of_two_scales_for_each_group(algo, rng):
     assert errors.sum() < np.square(plain - weight).sum()
 
 
+@each("value", [np.nan, np.inf])
+@each("algo", ["FP8", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"])
+def test_a_scale_of_all_values_is_not_found_of_infinite_ones(value, algo):
+    """A NaN once left the one scale of FP8 unset, and a scale for each row was written to its place."""
+    weight = np.ones((4096, 64), np.float32)
+    weight[77, 3] = value
+    with pytest.raises(ValueError, match="weight: expected finite values for the scale of all of them, got"):
+        ops.quantize_weight(weight, algo)
+    assert (carrier(ops.quantize_weight(weight, algo, amax=1.0)["weight_scale"]) != 0).any()
+
+
+@each("row", [0, 1, 127])
+def test_a_block_with_nan_has_a_scale_of_one_wherever_it_is(row, rng):
+    weight = hostile(rng, (256, 256), "normal")
+    weight[row, 5] = np.nan
+    scales = ops.quantize_weight(weight, "FP8_PB_WO")["weight_scale"].reshape(2, 2)
+    assert scales[0, 0] == 1
+    assert (scales.reshape(-1)[1:] < 1).all()
+
+
 def test_amax_of_a_weight(rng):
     weight = hostile(rng, (3, 70, 5), "wide")
     assert ops.quantize_weights._C.weight_amax(weight) == np.abs(weight).max()

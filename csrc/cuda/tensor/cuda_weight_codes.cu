@@ -7,11 +7,12 @@
  * encode_all      one F32 scale, which is given: a thread has 16 values
  * find_amax       the largest magnitude of a tensor, which has to be known before a scale of all of
  *                 it: so such formats read the weight twice
+ * any_groups, any_bands, any_all   the same for rows or memory that 16 values do not fit
  * search_groups, search_bands   the scale of the least squared error; the encoders find it written
  *
  * Bound: memory, but for the searches. Beside the 2 + 9/16 bytes of a value of NVFP4 an H200 has
  * time for 18 instructions, 7 of them of integers: hence rounding by sums, of which the least has
- * the code. Quotients are a product with the reciprocal and two exact corrections. */
+ * the code, and quotients by products with the reciprocal that exact remainders correct. */
 #include "cuda/tensor/cuda_weight_codes.h"
 
 #include "core/formats.h"
@@ -32,9 +33,8 @@ using quantization::widen;
 
 #define THREADS       256
 #define BAND_THREADS  512
-#define SHORT         8  /* values of a chunk of a band */
-#define LONG          16 /* and of others */
-#define KEPT          4  /* chunks of a band that a thread keeps */
+#define VALUES        16 /* of a thread, or a chunk of a band */
+#define KEPT          2  /* chunks of a band that a thread keeps */
 #define MAX_BLOCKS    0x7fffffff
 #define AMAX_BLOCKS   1056 /* 8 for each multiprocessor of an H200 */
 #define F32_TRIALS    (2 * MOQ_NEAR_F32 + 1)
@@ -45,7 +45,7 @@ typedef struct {
     int64_t rows, columns;
     int64_t height, group;
     float second, given;
-    bool rounds, aligned;
+    bool rounds;
     bool found; /* scales are there already */
     uint8_t most;
     moq_scale_search search;
@@ -61,18 +61,22 @@ typedef struct {
  * of these overflows, and no remainder is subnormal unless the quotient is far below any code. NaN
  * is not in range. */
 static __device__ __forceinline__ bool is_ordinary(uint32_t amax_bits, float step) {
-    return amax_bits <= 0x71800000u && step > 0x1p-60f && step < 0x1p60f; /* 2^100 */
+    return amax_bits <= 0x5d800000u && step > 0x1p-60f && step < 0x1p60f; /* 2^60 */
 }
 
-/* Divides values, rounded as a division; signs are such that a zero keeps its own. */
-template <int N>
+/* Divides values; zeros become +0, or keep their sign where SIGNED. EXACT: rounded as a division.
+ * One correction leaves a quotient that is rounded wrongly only where the exact one lies within
+ * 2^-22 of the last place beside the middle between two floats. Beside a tie of E2M1 or E4M3, where
+ * that would change a code, there is no such quotient of a 16-bit value, as a search over all
+ * showed, but for that of a power of two by 2 - 2^-23, which comes out right. */
+template <bool EXACT, bool SIGNED, int N>
 static __device__ __forceinline__ void divide_ordinary(float (&value)[N], float step) {
     float inverse = __frcp_rn(step);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        float q = __fmul_rn(value[i], inverse);
+        float q = SIGNED ? __fmul_rn(value[i], inverse) : __fmaf_rn(value[i], inverse, 0.0f);
         q = __fmaf_rn(__fmaf_rn(q, step, -value[i]), -inverse, q);
-        value[i] = __fmaf_rn(__fmaf_rn(q, step, -value[i]), -inverse, q);
+        value[i] = EXACT ? __fmaf_rn(__fmaf_rn(q, step, -value[i]), -inverse, q) : q;
     }
 }
 
@@ -84,6 +88,13 @@ static __device__ __forceinline__ float round_to(float value, moq_dtype dtype) {
                                  : value;
 }
 
+/* Returns the sign of a value as it is stored: that of a NaN in float16 is lost when it is widened.
+ */
+static __device__ __forceinline__ bool is_negative(const weight_args *a, int64_t at) {
+    return a->dtype == MOQ_DT_F32 ? ((const int32_t *)a->x.data)[at] < 0
+                                  : ((const int16_t *)a->x.data)[at] < 0;
+}
+
 /* Writes the codes of any values over any scale, one by one. A NaN that a division makes is
  * negative, as on x86 processors, one that is there keeps its sign. */
 static __device__ __noinline__ void encode_any_e4m3(const weight_args *a, int64_t offset,
@@ -93,27 +104,19 @@ static __device__ __noinline__ void encode_any_e4m3(const weight_args *a, int64_
         float value = moq_load_one(a->x.data, i, a->dtype), quotient = __fdiv_rn(value, step);
         uint32_t code = moq_e4m3_pair(a->rounds ? round_to(quotient, a->dtype) : quotient, 0.0f);
         if (quotient != quotient)
-            code = value != value ? 0x7f | (__float_as_uint(value) >> 24 & 0x80) : 0xff;
+            code = value != value && !is_negative(a, i) ? 0x7f : 0xff;
         a->codes[i] = (uint8_t)code;
     }
-}
-
-/* Returns E4M3 codes of values. */
-template <int N> static __device__ __forceinline__ auto e4m3_words(const float (&value)[N]) {
-    if constexpr (N == LONG)
-        return moq_e4m3_codes(value);
-    else
-        return make_uint2(moq_e4m3_word(value), moq_e4m3_word(value + 4));
 }
 
 /* ---- E2M1 codes ---- */
 
 #define MAGIC 0x1.8p23f /* a sum with it ends in the bits of an integer */
 
-/* Returns a number that ends in the code of a magnitude: below 2, between 2 and 4, and from there
- * on codes are as far apart as halves, ones and twos, and the least of the three roundings is the
- * right one. Ties go to even, or DOWN. */
-template <bool DOWN> static __device__ __forceinline__ float e2m1_magnitude(float value) {
+/* Returns a number that ends in the code of a magnitude below 7: below 2, between 2 and 4, and from
+ * there on codes are as far apart as halves, ones and twos, and the least of the three roundings is
+ * the right one. Ties go to even, or DOWN. */
+template <bool DOWN> static __device__ __forceinline__ uint32_t e2m1_magnitude(float value) {
     float a = fabsf(value), halves, ones, twos;
     if (DOWN) {
         halves = __fadd_ru(__fmaf_ru(a, 2.0f, -0.5f), MAGIC);
@@ -124,7 +127,18 @@ template <bool DOWN> static __device__ __forceinline__ float e2m1_magnitude(floa
         ones = __fadd_rn(a, MAGIC + 2.0f);
         twos = __fmaf_rn(a, 0.5f, MAGIC + 4.0f);
     }
-    return fminf(fminf(halves, ones), fminf(twos, MAGIC + 7.0f));
+    return min(min(__float_as_uint(halves), __float_as_uint(ones)), __float_as_uint(twos));
+}
+
+static __device__ __forceinline__ float clamp_e2m1(float value) {
+    return fminf(fmaxf(value, -MOQ_E2M1_MAX), MOQ_E2M1_MAX);
+}
+
+/* Returns the code of a quotient without its sign; of NaN +6. */
+static __device__ __forceinline__ uint32_t any_e2m1_magnitude(float quotient, bool down) {
+    float value = clamp_e2m1(quotient);
+    uint32_t code = (down ? e2m1_magnitude<true>(value) : e2m1_magnitude<false>(value)) & 7;
+    return quotient != quotient ? 7 : code;
 }
 
 /* Writes the codes of any values over any scale, by twos. NaN becomes +6; every zero has the code
@@ -139,22 +153,30 @@ static __device__ __noinline__ void encode_any_e2m1(const weight_args *a, int64_
         if (value == 0.0f)
             value = DOWN ? -0.0f : 0.0f;
         float quotient = __fdiv_rn(value, step);
-        uint32_t code = __float_as_uint(e2m1_magnitude<DOWN>(quotient)) & 7;
-        code = quotient != quotient ? 7 : code | (__float_as_uint(value) >> 28 & 8);
+        uint32_t code = any_e2m1_magnitude(quotient, DOWN);
+        code |= quotient != quotient ? 0 : __float_as_uint(value) >> 28 & 8;
         byte = byte >> 4 | code << 4;
         if (i % 2)
             a->codes[(offset + i) / 2] = (uint8_t)byte;
     }
 }
 
-/* Packs 8 codes; those of sums end in 4 bits that count. */
-static __device__ __forceinline__ uint32_t pack_e2m1(const uint32_t (&code)[8]) {
-    uint32_t byte[4];
+/* Packs the codes of 8 magnitudes, sums of e2m1_magnitude(), with the signs of 8 other numbers. */
+static __device__ __forceinline__ uint32_t pack_e2m1(const uint32_t *sum, const float *sign) {
+    uint32_t byte[4], even[4], odd[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        byte[i] = code[2 * i + 1] * 16 + code[2 * i];
-    return __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040),
-                       0x5410);
+    for (int i = 0; i < 4; i++) {
+        byte[i] = sum[2 * i + 1] * 16 + sum[2 * i];
+        even[i] = __float_as_uint(sign[2 * i]);
+        odd[i] = __float_as_uint(sign[2 * i + 1]);
+    }
+    uint32_t codes = __byte_perm(__byte_perm(byte[0], byte[1], 0x0040),
+                                 __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
+    uint32_t low = __byte_perm(__byte_perm(even[0], even[1], 0x0073),
+                               __byte_perm(even[2], even[3], 0x0073), 0x5410);
+    uint32_t high = __byte_perm(__byte_perm(odd[0], odd[1], 0x0073),
+                                __byte_perm(odd[2], odd[3], 0x0073), 0x5410);
+    return codes | (low >> 4 & 0x08080808u) | (high & 0x80808080u);
 }
 
 /* ---- scales ---- */
@@ -189,51 +211,7 @@ static __device__ __forceinline__ float f32_step(uint32_t amax_bits) {
     return amax > 0.0f ? __fdiv_rn(amax, MOQ_E4M3_MAX) : 1.0f;
 }
 
-/* ---- groups of 16 or 32 ---- */
-
-static __device__ __forceinline__ void store_words(uint8_t *codes, bool aligned, uint2 word,
-                                                   int64_t bytes) {
-    if (aligned && bytes >= 8)
-        *(uint2 *)codes = word;
-    for (int i = 0; !(aligned && bytes >= 8) && i < 8 && i < bytes; i++)
-        codes[i] = (uint8_t)((i < 4 ? word.x : word.y) >> i % 4 * 8);
-}
-
-static __device__ __forceinline__ void store_words(uint8_t *codes, bool aligned, uint4 word,
-                                                   int64_t bytes) {
-    if (aligned && bytes >= 16) {
-        *(uint4 *)codes = word;
-        return;
-    }
-    store_words(codes, aligned, make_uint2(word.x, word.y), bytes);
-    store_words(codes + 8, aligned, make_uint2(word.z, word.w), bytes - 8);
-}
-
-typedef enum { NVFP4, MXFP4, MXFP8 } group_format;
-
-/* Returns E2M1 codes of a thread's values, ordinary ones. Every zero has the code of +0, under E8M0
- * scales (DOWN) of -0. These have exact products for quotients unless they are far below any
- * code. */
-template <bool DOWN>
-static __device__ __forceinline__ uint2 make_e2m1(const float (&value)[LONG], float step) {
-    float quotient[LONG];
-    uint32_t code[2][LONG / 2];
-    float factor = e8m0_step(2 * MOQ_POWER_ONE - (__float_as_uint(step) >> 23));
-#pragma unroll
-    for (int i = 0; i < LONG; i++)
-        quotient[i] = DOWN ? __fmul_rn(value[i], factor) : __fadd_rn(value[i], 0.0f);
-    if (!DOWN)
-        divide_ordinary(quotient, step);
-#pragma unroll
-    for (int i = 0; i < LONG; i++) {
-        float sign = DOWN ? __fmaf_rn(value[i], 0x1p30f, -0x1p-130f) : quotient[i];
-        code[i / 8][i % 8] =
-            __float_as_uint(e2m1_magnitude<DOWN>(quotient[i])) | (__float_as_uint(sign) >> 28 & 8);
-    }
-    return make_uint2(pack_e2m1(code[0]), pack_e2m1(code[1]));
-}
-
-/* Returns the first scale of a group or band, of E4M3 and E8M0 the code. */
+/* Returns the first scale of a group as its code. */
 static __device__ __forceinline__ uint32_t group_scale(const weight_args *a, uint32_t amax,
                                                        float factor) {
     if (a->scale_dtype == MOQ_DT_E8M0)
@@ -246,150 +224,241 @@ static __device__ __forceinline__ float group_step(const weight_args *a, uint32_
     return a->scale_dtype == MOQ_DT_E8M0 ? e8m0_step(code) : e4m3_step(code, a->second);
 }
 
+static __device__ __forceinline__ uint32_t magnitude_at(const weight_args *a, int64_t offset) {
+    return __float_as_uint(moq_load_one(a->x.data, offset, a->dtype)) & 0x7fffffffu;
+}
+
+/* ---- groups of 16 or 32 ---- */
+
+typedef enum { NVFP4, MXFP4, MXFP8 } group_format;
+
+/* Returns E2M1 codes of a thread's values, ordinary ones. Every zero has the code of +0, under E8M0
+ * scales (DOWN) of -0. These have exact products for quotients unless they are far below any
+ * code. */
+template <int DT, bool DOWN>
+static __device__ __forceinline__ uint2 make_e2m1(float (&value)[VALUES], float amax, float step) {
+    uint32_t sum[VALUES];
+    float sign[VALUES];
+    float factor = e8m0_step(2 * MOQ_POWER_ONE - (__float_as_uint(step) >> 23));
+#pragma unroll
+    for (int i = 0; DOWN && i < VALUES; i++) {
+        sign[i] = __fmaf_rn(value[i], 0x1p30f, -0x1p-130f);
+        value[i] = __fmul_rn(value[i], factor);
+    }
+    if (!DOWN)
+        divide_ordinary<DT == MOQ_DT_F32, false>(value, step);
+    if (!(amax < 6.9f * step)) { /* the scale was searched for, or the least or the largest one */
+#pragma unroll
+        for (int i = 0; i < VALUES; i++)
+            value[i] = clamp_e2m1(value[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < VALUES; i++)
+        sum[i] = e2m1_magnitude<DOWN>(value[i]);
+    const float *signs = DOWN ? sign : value;
+    return make_uint2(pack_e2m1(sum, signs), pack_e2m1(sum + 8, signs + 8));
+}
+
 template <int DT, int FORMAT>
 static __global__ void __launch_bounds__(THREADS)
-    encode_groups(const __grid_constant__ weight_args a) {
-    int64_t at = (int64_t)blockIdx.x * THREADS + threadIdx.x, total = a.rows * a.columns;
-    bool inside = at < total / LONG;
-    int twice = a.group == 2 * LONG;
-    chunk<DT, LONG> c = load_chunk<DT, LONG, false>(&a.x, 0, inside ? at * LONG : 0, total);
-    uint32_t most = chunk_amax(c), other = __shfl_xor_sync(0xffffffffu, most, 1);
+    encode_groups(const __grid_constant__ weight_args a, int64_t count) {
+    int64_t at = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    int twice = FORMAT == NVFP4 ? a.group == 2 * VALUES : 1;
+    chunk<DT, VALUES> c = load_chunk<DT, VALUES, true>(&a.x, 0, min(at, count - 1) * VALUES, 0);
+    uint32_t most = chunk_amax(c);
     if (twice)
-        most = max(most, other);
-    if (!inside)
+        most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    if (at >= count)
         return;
     uint8_t *scale = (uint8_t *)a.scales + (at >> twice);
-    uint32_t code = a.found ? *scale : group_scale(&a, most, 1.0f);
-    float step = group_step(&a, code), value[LONG];
-    if (!a.found && (at & twice) == 0)
-        *scale = (uint8_t)code;
-    widen(c, value);
+    uint32_t code = FORMAT == NVFP4 || FORMAT == MXFP4 ? (a.found ? *scale : 256) : 256;
+    if (code == 256) {
+        code = FORMAT == NVFP4 ? group_scale(&a, most, 1.0f) : e8m0_scale(most, FORMAT == MXFP8);
+        if ((at & twice) == 0)
+            *scale = (uint8_t)code;
+    }
+    float step = FORMAT == NVFP4 ? e4m3_step(code, a.second) : e8m0_step(code), value[VALUES];
     constexpr bool DOWN = FORMAT == MXFP4;
     bool ordinary = FORMAT == NVFP4 ? is_ordinary(most, step) : most <= 0x7f800000u;
+    widen(c, value);
     if (!ordinary && FORMAT == MXFP8) {
-        encode_any_e4m3(&a, at * LONG, LONG, step);
+        encode_any_e4m3(&a, at * VALUES, VALUES, step);
     } else if (!ordinary) {
-        encode_any_e2m1<DOWN>(&a, at * LONG, LONG, step);
+        encode_any_e2m1<DOWN>(&a, at * VALUES, VALUES, step);
     } else if (FORMAT == MXFP8) {
         float factor = e8m0_step(2 * MOQ_POWER_ONE - code);
 #pragma unroll
-        for (int i = 0; i < LONG; i++)
+        for (int i = 0; i < VALUES; i++)
             value[i] = __fmul_rn(value[i], factor);
-        store_words(a.codes + at * LONG, a.aligned, e4m3_words(value), LONG);
+        ((uint4 *)a.codes)[at] = moq_e4m3_codes(value);
     } else {
-        store_words(a.codes + at * (LONG / 2), a.aligned, make_e2m1<DOWN>(value, step), LONG / 2);
+        ((uint2 *)a.codes)[at] = make_e2m1<DT, DOWN>(value, __uint_as_float(most), step);
     }
+}
+
+/* Makes codes and scales of groups, a thread a group. */
+static __global__ void __launch_bounds__(THREADS)
+    any_groups(const __grid_constant__ weight_args a, int64_t count) {
+    int64_t at = (int64_t)blockIdx.x * THREADS + threadIdx.x, offset = at * a.group;
+    uint32_t most = 0;
+    if (at >= count)
+        return;
+    for (int i = 0; i < a.group; i++)
+        most = max(most, magnitude_at(&a, offset + i));
+    uint8_t *scale = (uint8_t *)a.scales + at;
+    uint32_t code = a.found ? *scale : group_scale(&a, most, 1.0f);
+    float step = group_step(&a, code);
+    *scale = (uint8_t)code;
+    if (a.code_dtype == MOQ_DT_E4M3)
+        encode_any_e4m3(&a, offset, a.group, step);
+    else if (a.scale_dtype == MOQ_DT_E8M0)
+        encode_any_e2m1<true>(&a, offset, (int)a.group, step);
+    else
+        encode_any_e2m1<false>(&a, offset, (int)a.group, step);
 }
 
 /* ---- one scale, which is given ---- */
 
 template <int DT>
 static __global__ void __launch_bounds__(THREADS)
-    encode_all(const __grid_constant__ weight_args a) {
-    int64_t at = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * LONG, total = a.rows * a.columns;
-    if (at >= total)
+    encode_all(const __grid_constant__ weight_args a, int64_t total) {
+    int64_t at = (int64_t)blockIdx.x * THREADS + threadIdx.x, left = total - at * VALUES;
+    if (left < VALUES) {
+        encode_any_e4m3(&a, at * VALUES, left, a.given);
         return;
-    chunk<DT, LONG> c = load_chunk<DT, LONG, false>(&a.x, 0, at, total);
-    float value[LONG];
+    }
+    chunk<DT, VALUES> c = load_chunk<DT, VALUES, true>(&a.x, 0, at * VALUES, 0);
+    float value[VALUES];
     if (!is_ordinary(chunk_amax(c), a.given)) {
-        encode_any_e4m3(&a, at, min((int64_t)LONG, total - at), a.given);
+        encode_any_e4m3(&a, at * VALUES, VALUES, a.given);
         return;
     }
     widen(c, value);
-    divide_ordinary(value, a.given);
+    divide_ordinary<true, true>(value, a.given);
     if (a.rounds)
         widen(narrow<DT>(value), value);
-    store_words(a.codes + at, a.aligned, e4m3_words(value), total - at);
+    ((uint4 *)a.codes)[at] = moq_e4m3_codes(value);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    any_all(const __grid_constant__ weight_args a, int64_t total) {
+    int64_t at = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (at < total)
+        encode_any_e4m3(&a, at, 1, a.given);
 }
 
 /* ---- bands ---- */
 
-/* Returns the maximum over a block. Two calls need another barrier between them. */
+/* Returns the maximum over a block. */
 static __device__ __forceinline__ uint32_t max_of_block(uint32_t bits) {
     __shared__ uint32_t room[32];
     bits = __reduce_max_sync(0xffffffffu, bits);
     if (threadIdx.x % 32 == 0)
         room[threadIdx.x / 32] = bits;
     __syncthreads();
-    bits = threadIdx.x % 32 < (blockDim.x + 31) / 32 ? room[threadIdx.x % 32] : 0;
+    bits = threadIdx.x % 32 < blockDim.x / 32 ? room[threadIdx.x % 32] : 0;
     return __reduce_max_sync(0xffffffffu, bits);
 }
 
-/* What a scale stands over, of a weight whose scales are numbered. */
+/* Values under one scale. */
 typedef struct {
-    int64_t row, column;
+    int64_t offset; /* of its first value */
     int height, width;
 } band;
 
-static __device__ __forceinline__ band find_band(const weight_args *a, int64_t index) {
-    int64_t across = (a->columns + a->group - 1) / a->group;
-    band b = {index / across * a->height, index % across * a->group};
-    b.height = (int)min(a->rows - b.row, a->height);
-    b.width = (int)min(a->columns - b.column, a->group);
+static __device__ __forceinline__ band find_band(const weight_args *a, int index) {
+    int across = (int)((a->columns + a->group - 1) / a->group), down = index;
+    if (across > 1)
+        down = index / across;
+    int64_t row = down * a->height, column = (index - down * across) * a->group;
+    band b = {row * a->columns + column};
+    b.height = (int)min(a->rows - row, a->height);
+    b.width = (int)min(a->columns - column, a->group);
     return b;
 }
 
-/* A chunk of a band by its number; it is where the tensor ends, not the band, that zeros begin. */
-typedef struct {
-    int64_t row, column;
-} place;
-
-static __device__ __forceinline__ place find_place(const band *b, int across, int index) {
-    int row = b->height > 1 ? index / across : 0;
-    return {b->row + row, b->column + (index - row * across) * SHORT};
+/* Returns where a chunk of a band begins, from where the band does. */
+static __device__ __forceinline__ int chunk_offset(const band *b, int columns, int index) {
+    if (b->height == 1)
+        return index * VALUES;
+    int across = b->width / VALUES, row = across == 8 ? index / 8 : index / across;
+    return row * columns + (index - row * across) * VALUES;
 }
 
 template <int DT>
-static __device__ __forceinline__ void encode_chunk(const weight_args *a, const band *b, place at,
-                                                    const chunk<DT, SHORT> &c, float step,
-                                                    bool ordinary) {
-    int64_t offset = at.row * a->columns + at.column, left = b->column + b->width - at.column;
-    if (!ordinary) {
-        encode_any_e4m3(a, offset, min(left, (int64_t)SHORT), step);
-        return;
-    }
-    float value[SHORT];
+static __device__ __forceinline__ chunk<DT, VALUES> load_of_band(const weight_args *a,
+                                                                 const band *b, int index) {
+    return load_chunk<DT, VALUES, true>(&a->x, 0,
+                                        b->offset + chunk_offset(b, (int)a->columns, index), 0);
+}
+
+template <int DT>
+static __device__ __forceinline__ void encode_chunk(const weight_args *a, const band *b, int index,
+                                                    const chunk<DT, VALUES> &c, float step) {
+    float value[VALUES];
     widen(c, value);
-    divide_ordinary(value, step);
-    store_words(a->codes + offset, a->aligned, e4m3_words(value), left);
+    divide_ordinary<DT == MOQ_DT_F32, true>(value, step);
+    *(uint4 *)(a->codes + b->offset + chunk_offset(b, (int)a->columns, index)) =
+        moq_e4m3_codes(value);
+}
+
+/* Writes the scale of a band and returns it. */
+static __device__ __forceinline__ float take_scale(const weight_args *a, uint32_t most) {
+    float *scale = (float *)a->scales + blockIdx.x;
+    float step = a->found ? *scale : f32_step(most);
+    if (threadIdx.x == 0 && !a->found)
+        *scale = step;
+    return step;
 }
 
 template <int DT>
 static __global__ void __launch_bounds__(BAND_THREADS, 2)
     encode_bands(const __grid_constant__ weight_args a) {
     band b = find_band(&a, blockIdx.x);
-    int across = (b.width + SHORT - 1) / SHORT, chunks = b.height * across;
+    int chunks = b.height * (b.width / VALUES), kept_by_all = KEPT * blockDim.x;
     uint32_t most = 0;
-    chunk<DT, SHORT> kept[KEPT];
+    chunk<DT, VALUES> c[KEPT];
 #pragma unroll
-    for (int j = 0; j < KEPT; j++) { /* the last chunk more than once */
-        place p = find_place(&b, across, min((int)(threadIdx.x + j * blockDim.x), chunks - 1));
-        kept[j] = load_chunk<DT, SHORT, false>(&a.x, p.row, p.column, a.columns);
-    }
+    for (int j = 0; j < KEPT; j++) /* the last chunk more than once */
+        c[j] = load_of_band<DT>(&a, &b, min((int)(threadIdx.x + j * blockDim.x), chunks - 1));
 #pragma unroll
     for (int j = 0; j < KEPT; j++)
-        most = max(most, chunk_amax(kept[j]));
-    for (int i = threadIdx.x + KEPT * blockDim.x; i < chunks; i += blockDim.x) {
-        place p = find_place(&b, across, i);
-        most =
-            max(most, chunk_amax(load_chunk<DT, SHORT, false>(&a.x, p.row, p.column, a.columns)));
-    }
+        most = max(most, chunk_amax(c[j]));
+    for (int i = threadIdx.x + kept_by_all; i < chunks; i += blockDim.x)
+        most = max(most, chunk_amax(load_of_band<DT>(&a, &b, i)));
     most = max_of_block(most);
-    float *scale = (float *)a.scales + blockIdx.x;
-    float step = a.found ? *scale : f32_step(most);
-    bool ordinary = is_ordinary(most, step);
-    if (threadIdx.x == 0 && !a.found)
-        *scale = step;
+    float step = take_scale(&a, most);
+    if (!is_ordinary(most, step)) {
+        for (int i = threadIdx.x; i < chunks; i += blockDim.x)
+            encode_any_e4m3(&a, b.offset + chunk_offset(&b, (int)a.columns, i), VALUES, step);
+        return;
+    }
 #pragma unroll
     for (int j = 0; j < KEPT; j++) {
         int i = threadIdx.x + j * blockDim.x;
         if (i < chunks)
-            encode_chunk<DT>(&a, &b, find_place(&b, across, i), kept[j], step, ordinary);
+            encode_chunk<DT>(&a, &b, i, c[j], step);
     }
-    for (int i = threadIdx.x + KEPT * blockDim.x; i < chunks; i += blockDim.x) {
-        place p = find_place(&b, across, i);
-        encode_chunk<DT>(&a, &b, p, load_chunk<DT, SHORT, false>(&a.x, p.row, p.column, a.columns),
-                         step, ordinary);
+#pragma unroll 1
+    for (int i = threadIdx.x + kept_by_all; i < chunks; i += blockDim.x)
+        encode_chunk<DT>(&a, &b, i, load_of_band<DT>(&a, &b, i), step);
+}
+
+static __device__ __forceinline__ uint32_t amax_of_band(const weight_args *a, const band *b) {
+    uint32_t most = 0;
+    for (int row = 0; row < b->height; row++) {
+        for (int i = threadIdx.x; i < b->width; i += blockDim.x)
+            most = max(most, magnitude_at(a, b->offset + row * a->columns + i));
+    }
+    return max_of_block(most);
+}
+
+static __global__ void __launch_bounds__(THREADS) any_bands(const __grid_constant__ weight_args a) {
+    band b = find_band(&a, blockIdx.x);
+    float step = take_scale(&a, amax_of_band(&a, &b));
+    for (int row = 0; row < b.height; row++) {
+        for (int i = threadIdx.x; i < b.width; i += blockDim.x)
+            encode_any_e4m3(&a, b.offset + row * a.columns + i, 1, step);
     }
 }
 
@@ -398,11 +467,14 @@ static __global__ void __launch_bounds__(BAND_THREADS, 2)
 template <int DT>
 static __global__ void __launch_bounds__(THREADS)
     find_amax(const __grid_constant__ quantize_input x, int64_t total, uint32_t *bits) {
-    int64_t step = (int64_t)gridDim.x * THREADS * LONG;
+    int64_t at = (int64_t)blockIdx.x * THREADS + threadIdx.x, step = (int64_t)gridDim.x * THREADS;
+    int64_t chunks = x.aligned ? total / VALUES : 0;
     uint32_t most = 0;
 #pragma unroll 2
-    for (int64_t at = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * LONG; at < total; at += step)
-        most = max(most, chunk_amax(load_chunk<DT, LONG, false>(&x, 0, at, total)));
+    for (int64_t i = at; i < chunks; i += step)
+        most = max(most, chunk_amax(load_chunk<DT, VALUES, true>(&x, 0, i * VALUES, 0)));
+    for (int64_t i = chunks * VALUES + at; i < total; i += step)
+        most = max(most, __float_as_uint(moq_load_one(x.data, i, (moq_dtype)DT)) & 0x7fffffffu);
     most = max_of_block(most);
     if (threadIdx.x == 0)
         atomicMax(bits, most);
@@ -413,8 +485,7 @@ static __global__ void __launch_bounds__(THREADS)
 /* Returns what a value becomes over a scale. */
 static __device__ __forceinline__ float decoded_e2m1(float value, float step, bool down) {
     float quotient = __fdiv_rn(value, step);
-    float sum = down ? e2m1_magnitude<true>(quotient) : e2m1_magnitude<false>(quotient);
-    uint32_t code = quotient != quotient ? 7 : __float_as_uint(sum) & 7;
+    uint32_t code = any_e2m1_magnitude(quotient, down);
     float magnitude = code < 2 ? 0.5f * code : __uint_as_float((126u << 23) + (code << 22));
     return quotient != quotient ? magnitude : copysignf(magnitude, quotient);
 }
@@ -438,10 +509,6 @@ static __device__ __forceinline__ double add_squares(const weight_args *a, int64
     return sum;
 }
 
-static __device__ __forceinline__ uint32_t magnitude_at(const weight_args *a, int64_t offset) {
-    return __float_as_uint(moq_load_one(a->x.data, offset, a->dtype)) & 0x7fffffffu;
-}
-
 /* Returns the code that a search tries in turn, the first of which is group_scale(). */
 static __device__ __forceinline__ uint32_t trial_code(const weight_args *a, uint32_t first,
                                                       uint32_t amax, int trial) {
@@ -457,10 +524,12 @@ static __device__ __forceinline__ uint32_t trial_code(const weight_args *a, uint
 
 /* Writes the scale of each group, a thread a group. */
 static __global__ void __launch_bounds__(THREADS)
-    search_groups(const __grid_constant__ weight_args a, int trials) {
+    search_groups(const __grid_constant__ weight_args a, int64_t count) {
     int64_t at = (int64_t)blockIdx.x * THREADS + threadIdx.x, offset = at * a.group;
+    int near = a.scale_dtype == MOQ_DT_E8M0 ? MOQ_NEAR_E8M0 : MOQ_NEAR_E4M3;
+    int trials = a.search == MOQ_SEARCH_FOUR_OVER_SIX ? 2 : 1 + 2 * near;
     uint32_t most = 0;
-    if (offset >= a.rows * a.columns)
+    if (at >= count)
         return;
     for (int i = 0; i < a.group; i++)
         most = max(most, magnitude_at(&a, offset + i));
@@ -485,21 +554,16 @@ static __global__ void __launch_bounds__(THREADS)
     band b = find_band(&a, blockIdx.x);
     int length = min(b.width, MOQ_WEIGHT_PIECE), across = (b.width + length - 1) / length;
     int pieces = b.height * across;
-    uint32_t most = 0;
-    for (int row = 0; row < b.height; row++) {
-        for (int i = threadIdx.x; i < b.width; i += blockDim.x)
-            most = max(most, magnitude_at(&a, (b.row + row) * a.columns + b.column + i));
-    }
-    float step = f32_step(max_of_block(most));
+    float step = f32_step(amax_of_band(&a, &b));
     double added = 0.0;
     for (int begin = 0; begin < pieces; begin += SEARCH_PIECES) {
         int count = min(pieces - begin, SEARCH_PIECES);
         for (int i = threadIdx.x; i < count * F32_TRIALS; i += blockDim.x) {
             int piece = begin + i / F32_TRIALS, row = piece / across;
             int column = (piece - row * across) * length;
-            sum[i / F32_TRIALS][i % F32_TRIALS] = add_squares(
-                &a, (b.row + row) * a.columns + b.column + column, min(length, b.width - column),
-                __fmul_rn(step, a.factors[i % F32_TRIALS]));
+            sum[i / F32_TRIALS][i % F32_TRIALS] =
+                add_squares(&a, b.offset + row * a.columns + column, min(length, b.width - column),
+                            __fmul_rn(step, a.factors[i % F32_TRIALS]));
         }
         __syncthreads();
         for (int i = 0; i < count && threadIdx.x < F32_TRIALS; i++)
@@ -523,9 +587,10 @@ static int64_t parts(int64_t count, int64_t of) {
     return (count + of - 1) / of;
 }
 
-/* Launches a kernel with the arguments, one block for each of `blocks`. */
-static moq_status launch(const void *kernel, int64_t blocks, unsigned threads, void **args,
-                         void *stream, moq_err *err) {
+/* Launches a kernel with the arguments and a count, one block for each of `blocks`. */
+static moq_status launch(const void *kernel, int64_t blocks, unsigned threads, const weight_args *a,
+                         int64_t count, void *stream, moq_err *err) {
+    void *args[] = {(void *)a, &count};
     moq_launch launch = {.what = "quantize_weight",
                          .kernel = kernel,
                          .grid = dim3((unsigned)blocks),
@@ -543,16 +608,13 @@ static moq_status launch(const void *kernel, int64_t blocks, unsigned threads, v
      : (dtype) == MOQ_DT_F16 ? (const void *)kernel<MOQ_DT_F16, ##__VA_ARGS__>                     \
                              : (const void *)kernel<MOQ_DT_F32, ##__VA_ARGS__>)
 
-static quantize_input input_of(const void *data, int64_t columns, int64_t row_bytes) {
-    quantize_input x = {.data = data, .stride = columns, .inner = 1};
-    x.aligned = (uintptr_t)data % 16 == 0 && row_bytes % 16 == 0;
+static quantize_input input_of(const void *data) {
+    quantize_input x = {.data = data, .inner = 1, .aligned = (uintptr_t)data % 16 == 0};
     return x;
 }
 
 static weight_args args_of(const moq_weight_codes *w) {
-    bool bands = w->scale_dtype == MOQ_DT_F32 && w->given == 0.0f;
-    int64_t row_bytes = bands ? w->columns * (int64_t)moq_dtype_size(w->dtype) : 0;
-    weight_args a = {.x = input_of(w->weight, w->columns, row_bytes),
+    weight_args a = {.x = input_of(w->weight),
                      .rows = w->rows,
                      .columns = w->columns,
                      .height = w->height,
@@ -567,7 +629,6 @@ static weight_args args_of(const moq_weight_codes *w) {
                      .scale_dtype = w->scale_dtype,
                      .codes = (uint8_t *)w->codes,
                      .scales = w->scales};
-    a.aligned = (uintptr_t)w->codes % 16 == 0 && (!bands || w->columns % SHORT == 0);
     for (int i = 0; i < F32_TRIALS; i++) { /* 0, 1, -1, 2, -2 and so on eighths */
         int by = i % 2 ? (i + 1) / 2 : -i / 2;
         a.factors[i] = exp2f((float)by / 8.0f);
@@ -575,23 +636,24 @@ static weight_args args_of(const moq_weight_codes *w) {
     return a;
 }
 
-static moq_status launch_groups(const moq_weight_codes *w, weight_args *a, void *stream,
-                                moq_err *err) {
-    int64_t total = w->rows * w->columns;
+static moq_status encode_by_groups(const moq_weight_codes *w, weight_args *a, bool whole,
+                                   void *stream, moq_err *err) {
+    int64_t total = w->rows * w->columns, groups = total / w->group;
     bool e8m0 = w->scale_dtype == MOQ_DT_E8M0;
-    int trials =
-        w->search == MOQ_SEARCH_FOUR_OVER_SIX ? 2 : 1 + 2 * (e8m0 ? MOQ_NEAR_E8M0 : MOQ_NEAR_E4M3);
-    void *args[] = {a, &trials};
     if (w->search != MOQ_SEARCH_NONE) {
-        MOQ_TRY(launch((const void *)search_groups, parts(total / w->group, THREADS), THREADS, args,
+        MOQ_TRY(launch((const void *)search_groups, parts(groups, THREADS), THREADS, a, groups,
                        stream, err));
         a->found = true;
     }
+    if (!whole)
+        return launch((const void *)any_groups, parts(groups, THREADS), THREADS, a, groups, stream,
+                      err);
     const void *kernel = !e8m0 ? MOQ_OF_DTYPE(w->dtype, encode_groups, NVFP4)
                          : w->code_dtype == MOQ_DT_E4M3
                              ? MOQ_OF_DTYPE(w->dtype, encode_groups, MXFP8)
                              : MOQ_OF_DTYPE(w->dtype, encode_groups, MXFP4);
-    return launch(kernel, parts(total / LONG, THREADS), THREADS, args, stream, err);
+    int64_t count = total / VALUES;
+    return launch(kernel, parts(count, THREADS), THREADS, a, count, stream, err);
 }
 
 /* Returns whole warps for so many items, `each` a thread. */
@@ -600,43 +662,53 @@ static unsigned threads_for(int64_t items, int64_t each, unsigned most) {
     return threads < most ? (unsigned)threads : most;
 }
 
-static moq_status launch_bands(const moq_weight_codes *w, weight_args *a, void *stream,
-                               moq_err *err) {
+static moq_status encode_by_bands(const moq_weight_codes *w, weight_args *a, bool whole,
+                                  void *stream, moq_err *err) {
     int64_t height = w->height < w->rows ? w->height : w->rows;
     int64_t width = w->group < w->columns ? w->group : w->columns;
     int64_t bands = parts(w->rows, w->height) * parts(w->columns, w->group);
-    void *args[] = {a};
     if (width > INT32_MAX)
         return moq_fail(err, MOQ_ERR_VALUE, "weight: expected rows of at most %d values, got %lld",
                         INT32_MAX, (long long)width);
     if (w->search != MOQ_SEARCH_NONE) {
         int64_t pieces = height * parts(width, MOQ_WEIGHT_PIECE);
         unsigned threads = threads_for(pieces * F32_TRIALS, 1, THREADS);
-        MOQ_TRY(launch((const void *)search_bands, bands, threads, args, stream, err));
+        MOQ_TRY(launch((const void *)search_bands, bands, threads, a, 0, stream, err));
         a->found = true;
     }
-    unsigned threads = threads_for(height * parts(width, SHORT), KEPT, BAND_THREADS);
-    return launch(MOQ_OF_DTYPE(w->dtype, encode_bands), bands, threads, args, stream, err);
+    if (!whole || w->columns % VALUES != 0 || height * w->columns > INT32_MAX)
+        return launch((const void *)any_bands, bands, threads_for(width, 1, THREADS), a, 0, stream,
+                      err);
+    unsigned threads = threads_for(height * (width / VALUES), KEPT, BAND_THREADS);
+    return launch(MOQ_OF_DTYPE(w->dtype, encode_bands), bands, threads, a, 0, stream, err);
 }
 
 extern "C" moq_status moq_cuda_weight_codes(const moq_weight_codes *w, void *stream, moq_err *err) {
     weight_args a = args_of(w);
-    void *args[] = {&a};
-    if (w->given > 0.0f)
-        return launch(MOQ_OF_DTYPE(w->dtype, encode_all),
-                      parts(w->rows * w->columns, LONG * THREADS), THREADS, args, stream, err);
-    return w->scale_dtype == MOQ_DT_F32 ? launch_bands(w, &a, stream, err)
-                                        : launch_groups(w, &a, stream, err);
+    int64_t total = w->rows * w->columns;
+    bool whole = a.x.aligned && (uintptr_t)w->codes % 16 == 0;
+    if (w->given == 0.0f)
+        return w->scale_dtype == MOQ_DT_F32 ? encode_by_bands(w, &a, whole, stream, err)
+                                            : encode_by_groups(w, &a, whole, stream, err);
+    if (!whole)
+        return launch((const void *)any_all, parts(total, THREADS), THREADS, &a, total, stream,
+                      err);
+    return launch(MOQ_OF_DTYPE(w->dtype, encode_all), parts(total, VALUES * THREADS), THREADS, &a,
+                  total, stream, err);
 }
 
 extern "C" moq_status moq_cuda_find_amax(const void *values, moq_dtype dtype, int64_t count,
                                          uint32_t *bits, void *stream, moq_err *err) {
-    quantize_input x = input_of(values, count, 0);
-    int64_t blocks = parts(count, LONG * THREADS);
+    quantize_input x = input_of(values);
+    int64_t blocks = parts(count, VALUES * THREADS);
     void *args[] = {&x, &count, &bits};
+    moq_launch launch = {.what = "weight_amax",
+                         .kernel = MOQ_OF_DTYPE(dtype, find_amax),
+                         .grid = dim3((unsigned)(blocks < AMAX_BLOCKS ? blocks : AMAX_BLOCKS)),
+                         .block = dim3(THREADS),
+                         .stream = (cudaStream_t)stream};
     MOQ_TRY(moq_cuda_fill(bits, 0, sizeof *bits, stream, err));
-    return launch(MOQ_OF_DTYPE(dtype, find_amax), blocks < AMAX_BLOCKS ? blocks : AMAX_BLOCKS,
-                  THREADS, args, stream, err);
+    return moq_cuda_launch(&launch, args, err);
 }
 
 } // namespace moq::weight_codes

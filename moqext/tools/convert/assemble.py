@@ -68,6 +68,7 @@ def assemble(
     progress: Progress | None,
     key: str | None = None,
     check: Callable[[Path], None] | None = None,
+    workers: int = 1,
 ) -> Assembled:
     """Writes the files into a hidden folder of `out`, which then change places with what is there.
 
@@ -79,6 +80,7 @@ def assemble(
         progress: called as progress(bytes written, bytes in all, name of the tensor).
         key: of `Staging`.
         check: called with the folder when all files are in it; what it raises leaves the target as it was.
+        workers: threads that jobs are run in.
     """
     total = sum(job.nbytes for jobs in files.shards.values() for job in jobs)
     beside = () if checkpoint.file is not None else checkpoint.directory.iterdir()
@@ -90,7 +92,7 @@ def assemble(
     )
     with Staging(out, contents, overwrite=overwrite, key=key) as staging:
         begin = time.perf_counter()
-        written = write_shards(files.shards, staging, progress, files.metadata)
+        written = write_shards(files.shards, staging, progress, files.metadata, workers)
         seconds = time.perf_counter() - begin
         if files.index_file is not None:
             staging.write_json(files.index_file, index_of(written.places, total))

@@ -1,6 +1,8 @@
 """The files of tensors of a new checkpoint: their names, the tensors of each, and the index of several."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from threading import Event, Lock
 from typing import Any, NamedTuple
 
 from moqext.reader.checkpoint_reader import Progress
@@ -56,6 +58,7 @@ def write_shards(
     staging: Staging,
     progress: Progress | None,
     metadata: Mapping[str, Mapping[str, str]] | None = None,
+    workers: int = 1,
 ) -> Written:
     """Writes the jobs of each file but those that the staging has done already.
 
@@ -64,9 +67,11 @@ def write_shards(
         staging: where to.
         progress: called as progress(bytes written, bytes in all, name of the tensor).
         metadata: file -> text entries of its header; `PYTORCH` where it has none.
+        workers: threads that the jobs of a file are run in, one after the other with one.
     """
     total = sum(job.nbytes for jobs in shards.values() for job in jobs)
-    done = left_out = 0
+    told = _Told(total, progress)
+    left_out = 0
     places: dict[str, str] = {}
     for file, jobs in shards.items():
         specs = [spec for job in jobs for spec in job.tensors]
@@ -74,19 +79,70 @@ def write_shards(
         target = staging.folder / file
         target.parent.mkdir(parents=True, exist_ok=True)
         with TensorWriter(target, specs, (metadata or {}).get(file, PYTORCH)) as writer:
+            left: list[tuple[str, Job]] = []
             for number, job in enumerate(jobs):
                 name = f"{file} {number}"
                 if staging.is_done(name):
                     writer.skip(job.tensors)
-                    done += job.nbytes
+                    told.skip(job.nbytes)
                     left_out += job.nbytes
-                    continue
-                for tensor, values in job.produce():
-                    done += writer.append(tensor, values)
-                    if progress is not None:
-                        progress(done, total, tensor)
-                staging.mark_done(name)
+                else:
+                    left.append((name, job))
+            _write_jobs(left, writer, staging, told, workers)
     return Written(places, left_out)
+
+
+class _Told:
+    """Bytes that are written, told to a caller by any thread."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total = total
+        self._progress = progress
+        self._done = 0
+        self._lock = Lock()
+
+    def skip(self, nbytes: int) -> None:
+        """Counts bytes without telling."""
+        self._done += nbytes
+
+    def __call__(self, nbytes: int, tensor: str) -> None:
+        """Counts and tells what has been written of a tensor."""
+        with self._lock:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total, tensor)
+
+
+def _write_jobs(
+    jobs: Sequence[tuple[str, Job]], writer: TensorWriter, staging: Staging, told: _Told, workers: int
+) -> None:
+    """Writes jobs by their names in the journal; where one fails or is interrupted, the others end early."""
+    ended = Event()
+
+    def write(name: str, job: Job) -> None:
+        try:
+            for tensor, values in job.produce():
+                told(writer.append(tensor, values), tensor)
+                if ended.is_set():
+                    return
+        except BaseException:
+            ended.set()
+            raise
+        staging.mark_done(name)
+
+    if workers == 1:
+        for name, job in jobs:
+            write(name, job)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        running = [pool.submit(write, name, job) for name, job in jobs]
+        try:
+            for each in as_completed(running):
+                each.result()
+        except BaseException:
+            ended.set()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def index_of(places: Mapping[str, str], total: int) -> dict[str, Any]:

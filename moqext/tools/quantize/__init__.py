@@ -18,6 +18,7 @@ from moqext import _C
 from moqext.algorithms import STATIC_ACTIVATIONS
 from moqext.errors import CheckpointError
 from moqext.ops.quantize_weights import SEARCHED, ScaleSearch
+from moqext.ops.spelling import Device, device_name
 from moqext.reader.checkpoint_reader import CheckpointReader, Progress
 from moqext.reader.naming import is_vision
 from moqext.tools.convert import MAX_SHARD_SIZE, refuse_errors
@@ -30,6 +31,7 @@ from moqext.tools.convert.unread import take_in_unread
 from moqext.tools.convert.writer import TensorSpec
 from moqext.tools.quantize.configurations import configurations
 from moqext.tools.quantize.jobs import Part, quantized_job
+from moqext.tools.quantize.quantizers import DeviceQuantizer, HostQuantizer, Quantizer
 from moqext.tools.quantize.rules import Rule, Selection, algorithm, parse_rule
 from moqext.tools.quantize.scales import (
     CACHES,
@@ -84,6 +86,7 @@ def quantize_checkpoint(
     scales: str | os.PathLike[str] | Mapping[str, float] | None,
     scale_search: ScaleSearch | None,
     kv_cache: str | None,
+    device: Device,
     overwrite: bool,
     max_shard_size: int,
     progress: Progress | None,
@@ -94,6 +97,9 @@ def quantize_checkpoint(
         raise ValueError(f"kv_cache: expected one of {', '.join(CACHES)}, or None, got {kv_cache!r}")
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size}")
+    place = device_name(device)
+    if place != "cpu":
+        _C.PinnedMemory(1, place)
     _refuse_quantized(checkpoint)
     refuse_errors(checkpoint, done="quantized")
     alone = checkpoint.file is not None
@@ -109,7 +115,10 @@ def quantize_checkpoint(
     if not chosen:
         raise CheckpointError("no linear to quantize is left", file=checkpoint.directory)
     amax = _input_amax(scales, algos)
-    jobs = _jobs(checkpoint, weights, algos, amax, scale_search)
+    quantizer: Quantizer = HostQuantizer()
+    if place != "cpu":
+        quantizer = DeviceQuantizer(place, max(info.nbytes for info in checkpoint.tensors.values()))
+    jobs = _jobs(checkpoint, weights, algos, amax, scale_search, quantizer)
     told += _notes(weights, algos, scale_search)
     if kv_cache is not None:
         cached = _cache_jobs(checkpoint, amax)
@@ -129,7 +138,15 @@ def quantize_checkpoint(
     identity = _identity(checkpoint, named.shards, amax)
     key = journal_key([_C.build_info()["version"], own, scale_search, identity])
     files = Files(*named, documents, copied)
-    written = assemble(checkpoint, out, files, overwrite=overwrite, progress=progress, key=key)
+    written = assemble(
+        checkpoint,
+        out,
+        files,
+        overwrite=overwrite,
+        progress=progress,
+        key=key,
+        workers=quantizer.workers,
+    )
     return Quantization(
         directory=os.fspath(out),
         files=tuple(named.shards),
@@ -206,6 +223,7 @@ def _jobs(
     algos: Mapping[str, str],
     amax: Mapping[str, float],
     search: ScaleSearch | None,
+    quantizer: Quantizer,
 ) -> list[Job]:
     """The jobs of all tensors, in the order of the source."""
     chosen = [weight for weight in weights if weight.module in algos]
@@ -216,7 +234,7 @@ def _jobs(
         else [member for member in group if member.module == module]
         for module, group in together.items()
     }
-    largest = Amaxes(sharing)
+    largest = Amaxes(sharing, quantizer.amax)
     by_tensor: dict[str, list[Weight]] = {}
     for weight in weights:
         by_tensor.setdefault(weight.tensor, []).append(weight)
@@ -232,7 +250,7 @@ def _jobs(
             else Part(weight)
             for weight in members
         ]
-        jobs.append(quantized_job(parts, largest, search))
+        jobs.append(quantized_job(parts, quantizer, largest, search))
     return jobs
 
 

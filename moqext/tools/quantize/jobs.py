@@ -4,23 +4,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moqext import ops
-from moqext.algorithms import ALGORITHMS, names_where
+from moqext.algorithms import ALGORITHMS
 from moqext.errors import CheckpointError
 from moqext.ops.quantize_weights import SEARCHED, ScaleSearch
-from moqext.reader.matrices import to_float32
 from moqext.tools.convert.jobs import Job, Pieces
 from moqext.tools.convert.writer import TensorSpec
+from moqext.tools.quantize.quantizers import PACKED_ALONG_INPUT, Quantizer
 from moqext.tools.quantize.weights import Weight
 
 _SCALE_DTYPES = {"float32": "F32", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "U8"}
 """Types of scales as this package and as the files spell them."""
-
-_PACKED_ALONG_INPUT = names_where(lambda algorithm: algorithm.second == "parts")
-"""Algorithms whose groups in a stack [experts, in, out] run along the input; those of others along the last
-axis."""
 
 
 class Part(NamedTuple):
@@ -31,18 +25,21 @@ class Part(NamedTuple):
     input_scale: np.float32 | None = None
 
 
-def quantized_job(parts: Sequence[Part], amax: Callable[[Weight], float], search: ScaleSearch | None) -> Job:
+def quantized_job(
+    parts: Sequence[Part], quantizer: Quantizer, amax: Callable[[Weight], float], search: ScaleSearch | None
+) -> Job:
     """The job of weights that are written together.
 
     Args:
         parts: those of one tensor of the source.
+        quantizer: makes codes and scales.
         amax: the largest magnitude of all that share a scale with a weight.
         search: the search for scales, where the algorithm has one.
     """
 
     def produce() -> Pieces:
         for part in parts:
-            yield from _written(part, amax, search)
+            yield from _written(part, quantizer, amax, search)
 
     specs = [spec for part in parts for spec in _specs(part)]
     return Job(parts[0].weight.tensor, tuple(specs), produce, sum(part.weight.nbytes for part in parts))
@@ -97,7 +94,7 @@ def _stack_shapes(weight: Weight, algo: str) -> tuple[tuple[int, ...], tuple[int
             "choose another algorithm for them by a rule"
         )
         raise CheckpointError(message, file=weight.checkpoint.directory, tensor=weight.tensor)
-    if algo in _PACKED_ALONG_INPUT:
+    if algo in PACKED_ALONG_INPUT:
         _refuse_ragged(weight, columns, algo, size)
         return (experts, columns // 2, rows), (experts, columns // size, rows)
     _refuse_ragged(weight, rows, algo, size)
@@ -114,7 +111,9 @@ def _refuse_ragged(weight: Weight, values: int, algo: str, size: int) -> None:
         raise CheckpointError(message, file=weight.checkpoint.directory, tensor=weight.tensor)
 
 
-def _written(part: Part, amax: Callable[[Weight], float], search: ScaleSearch | None) -> Pieces:
+def _written(
+    part: Part, quantizer: Quantizer, amax: Callable[[Weight], float], search: ScaleSearch | None
+) -> Pieces:
     weight, algo, scale = part
     if algo is None:
         for piece in weight.pieces():
@@ -125,25 +124,12 @@ def _written(part: Part, amax: Callable[[Weight], float], search: ScaleSearch | 
     single = not weight.is_stack and _shapes(weight, algo)[1] == ()
     largest = amax(weight) if facts.scales == "tensor" or facts.second is not None or single else None
     tried = None if single or algo not in SEARCHED.get(search or "", ()) else search
-    for piece in weight.pieces():
-        matrix = _as_matrix(piece, algo, weight.dtype) if weight.is_stack else piece
-        for role, values in ops.quantize_weight(matrix, algo, amax=largest, search=tried).items():
+    for tensors in quantizer.batches(weight, algo, largest, tried):
+        for role, values in tensors.items():
             if role == "weight_scale_2" or (role == "weight_scale" and (facts.scales == "tensor" or single)):
                 whole[role] = values
             else:
-                turned = weight.is_stack and algo in _PACKED_ALONG_INPUT
+                turned = weight.is_stack and algo in PACKED_ALONG_INPUT
                 yield weight.tensor_name(role), np.ascontiguousarray(values.T) if turned else values
     for role, values in whole.items():
         yield weight.tensor_name(role), values
-
-
-def _as_matrix(stack: NDArray[Any], algo: str, dtype: str) -> NDArray[Any]:
-    """One expert [1, in, out] as the matrix whose rows have the groups of the algorithm."""
-    if algo in _PACKED_ALONG_INPUT:
-        return np.ascontiguousarray(stack[0].T)
-    if ALGORITHMS[algo].scales == "rows":
-        return stack.reshape(1, -1)  # one scale for each expert
-    matrix = stack.reshape(-1, stack.shape[-1])
-    if ALGORITHMS[algo].scales == "tensor" and dtype != "F32":  # ModelOpt divides stacks in float32
-        return to_float32(matrix, dtype)
-    return matrix

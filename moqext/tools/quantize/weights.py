@@ -5,9 +5,10 @@ Experts that are stacked in one tensor [experts, out, in] are written one by one
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -87,13 +88,22 @@ class Weight:
         Raises:
             CheckpointError: a value is infinite or NaN.
         """
-        for piece in self._pieces():
-            if not isfinite(amax := weight_amax(piece)):
-                message = f"{self.module}: a weight is infinite or NaN, and cannot be quantized"
-                raise CheckpointError(message, file=self.checkpoint.directory, tensor=self.tensor)
-            yield piece, amax
+        for piece in self.unchecked():
+            yield piece, self.refuse_infinite(weight_amax(piece))
 
-    def _pieces(self) -> Iterator[NDArray[Any]]:
+    def refuse_infinite(self, amax: float) -> float:
+        """The largest magnitude of some of the values as it is, where it is a number.
+
+        Raises:
+            CheckpointError: it is infinite or NaN.
+        """
+        if isfinite(amax):
+            return amax
+        message = f"{self.module}: a weight is infinite or NaN, and cannot be quantized"
+        raise CheckpointError(message, file=self.checkpoint.directory, tensor=self.tensor)
+
+    def unchecked(self) -> Iterator[NDArray[Any]]:
+        """Consecutive rows, or experts, contiguous, whatever is in them."""
         if self.expert is not None:
             (values,) = self.checkpoint.rows(self.tensor, self.expert, self.expert + 1)
             yield np.ascontiguousarray(split_parts(values, self.part[1], self.interleaved)[self.part[0]])
@@ -196,24 +206,28 @@ def fused_unlike(weights: Sequence[Weight], algos: Mapping[str, str]) -> list[st
 
 
 class Amaxes:
-    """Largest magnitudes, found when they are first asked for.
+    """Largest magnitudes, found when they are first asked for, by any thread.
 
     Args:
         groups: the weights that share one.
+        find: finds that of one weight.
     """
 
-    def __init__(self, groups: Mapping[str, Sequence[Weight]]) -> None:
+    def __init__(self, groups: Mapping[str, Sequence[Weight]], find: Callable[[Weight], float]) -> None:
         self._groups = groups
+        self._find = find
         self._known: dict[str, float] = {}
+        self._locks = {module: Lock() for module in groups}
 
     def __call__(self, weight: Weight) -> float:
         """The largest magnitude of a weight and of those that share it."""
         return max(self._own(member) for member in self._groups[weight.module])
 
     def _own(self, weight: Weight) -> float:
-        if weight.module not in self._known:
-            self._known[weight.module] = max(amax for _, amax in weight.measured())
-        return self._known[weight.module]
+        with self._locks[weight.module]:
+            if weight.module not in self._known:
+                self._known[weight.module] = self._find(weight)
+            return self._known[weight.module]
 
 
 def is_expert(weight: Weight) -> bool:
