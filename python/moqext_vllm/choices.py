@@ -1,4 +1,4 @@
-"""What configurations of all producers have in common: options of the user, and whose layers are whose."""
+"""Configurations of all producers: options of the user, and whose layers are whose."""
 
 import os
 from typing import Any

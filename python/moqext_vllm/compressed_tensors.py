@@ -29,13 +29,13 @@ from moqext_vllm.linear import MoqextModelOptLinearMethod, take_shards
 logger = logging.getLogger("vllm.moqext")
 
 FORMATS = ("float-quantized", "naive-quantized", "nvfp4-pack-quantized")
-"""Those whose layers are moqext's."""
+"""Formats of layers that are moqext's."""
 PACKED = MappingProxyType(
     {"weight": "weight_packed", "weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}
 )
 """Tensors of NVFP4 by ModelOpt's names."""
 FACTORS: Mapping[str, Callable[[Any], Any]] = {"weight_scale_2": factors_of, "input_scale": np.reciprocal}
-"""What makes of divisors the scales of ModelOpt, by their names."""
+"""Functions that make scales of ModelOpt of divisors, by the names of the scales."""
 
 
 class MoqextCompressedTensorsLinearMethod(MoqextModelOptLinearMethod):
