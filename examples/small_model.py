@@ -31,7 +31,7 @@ def main(out: str) -> None:
 
 
 def dequantized() -> dict[str, object]:
-    """What has Transformers dequantize: an option since weights may stay packed, and else its only way."""
+    """Options that have Transformers dequantize: without the class it always does."""
     try:
         from transformers import GgufConfig
     except ImportError:
