@@ -62,7 +62,7 @@ def measure(model: Any, batch: Tensor) -> tuple[float, Tensor]:
 
 
 def answer(model: Any, tokenizer: Any) -> str:
-    """What the model says to the question."""
+    """The model's answer to the question."""
     said = [{"role": "user", "content": QUESTION}]
     given = tokenizer.apply_chat_template(
         said, add_generation_prompt=True, return_tensors="pt", return_dict=True

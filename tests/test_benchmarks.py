@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -211,7 +212,26 @@ def test_every_result_has_tables(tree: None) -> None:
         assert len(subject.tables().splitlines()) > 10, name
     told = {benchmark for subject in subjects.values() for benchmark in subject.benchmarks}
     kept = {path.name.split(".")[0] for path in (ROOT / "benchmarks" / "results").iterdir()}
-    assert kept - told == {"host_cost", "minilm"}  # docs/numerics.md has the second
+    assert kept - told == {
+        "host_cost",
+        "minilm",
+        "perplexity",
+    }  # docs/numerics.md and transformers.md have both
+
+
+def test_the_table_of_perplexities_is_what_was_measured(tree: None) -> None:
+    """Each row of the result stands in docs/transformers.md, and nothing else does."""
+    result = importlib.import_module("benchmarks.record").read_all("perplexity")["epyc-avx2"]
+    page = (ROOT / "docs" / "transformers.md").read_text().split("\n## Perplexity")[1].split("\n## ")[0]
+    shown = re.findall(r"^\| ([A-Z]\w+|bfloat16) \| [^|]* \| (.*) \|$", page, re.MULTILINE)
+    expected = [
+        (
+            row["algorithm"],
+            f"{row['bytes'] / 1e6:.0f} MB | {row['perplexity']:.2f} | {100 * row['same_token']:.0f} %",
+        )
+        for row in result["rows"]
+    ]
+    assert shown == expected
 
 
 def test_what_stands_between_markers_is_written_anew(tree: None) -> None:

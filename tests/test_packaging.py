@@ -299,7 +299,7 @@ def on_a_terminal(command, cwd, **env):
 
 
 WRITES = "echo 'note: hello' >&2; echo 'second line'\n"
-"""What a compiler says."""
+"""Output of a compiler, two lines."""
 
 
 @needs_compiler

@@ -198,6 +198,7 @@ def verify_layer(
     bias = layer.bias if device == "cpu" or layer.bias is None else to_host(layer.bias)
     expected = _expected(checkpoint, record, x, bias, layer.compute_for(tokens))
     relative, largest = compare(y, reference.round_to(expected, dtype))
+    exact, rounding = errors_of(y, expected, dtype)
     good, fault = judged(relative, largest, dtype)
     alone = f"by itself, as {weight.why}" if weight.why else ""
     return replace(
@@ -206,7 +207,8 @@ def verify_layer(
         kernel=layer.backend_for(tokens),
         relative_error=relative,
         max_error=largest,
-        **errors_of(y, expected, dtype),
+        exact_error=exact,
+        rounding_error=rounding,
         prepare_seconds=prepared - start,
         run_seconds=statistics.median(times),
         calls=len(times),

@@ -136,6 +136,7 @@ def verify_experts(
         return replace(row, message=reason_of(record.name, error))
     near, expected, exact = _beside_the_reference(layer, read, outputs)
     relative, largest = compare(near, expected)
+    exact_error, rounding_error = errors_of(outputs.y, exact, dtype)
     good, fault = judged(relative, largest, dtype)
     wrong = "" if good else _blamed(near, expected, outputs.routing[1], LIMITS[dtype][1])
     return replace(
@@ -144,7 +145,8 @@ def verify_experts(
         kernel=layer.backend_for(outputs.tokens),
         relative_error=relative,
         max_error=largest,
-        **errors_of(outputs.y, exact, dtype),
+        exact_error=exact_error,
+        rounding_error=rounding_error,
         prepare_seconds=prepared - start,
         run_seconds=statistics.median(outputs.seconds),
         calls=len(outputs.seconds),

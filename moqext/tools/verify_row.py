@@ -107,10 +107,10 @@ def compare(y: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float]:
     return relative, float((difference.max(axis=-1, initial=0.0) / tops).max(initial=0.0))
 
 
-def errors_of(y: NDArray[Any], exact: NDArray[np.float64], dtype: str) -> dict[str, float]:
+def errors_of(y: NDArray[Any], exact: NDArray[np.float64], dtype: str) -> tuple[float, float]:
     """`exact_error` and `rounding_error` of a row, for outputs and the reference before it is rounded."""
     rounded = np.asarray(reference.round_to(exact, dtype), np.float64)
-    return {"exact_error": compare(y, exact)[0], "rounding_error": compare(rounded, exact)[0]}
+    return compare(y, exact)[0], compare(rounded, exact)[0]
 
 
 def judged(relative: float, largest: float, dtype: str) -> tuple[bool, str]:

@@ -131,7 +131,7 @@ def _tokenizer(name: str, where: dict[str, Any]) -> Any:
 
 
 def _inputs(tokenizer: Any, prompt: str, chat: bool) -> Any:
-    """What the model is called with.
+    """Arguments of the model.
 
     Raises:
         ValueError: no template, or no token.

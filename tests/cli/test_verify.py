@@ -272,16 +272,14 @@ def test_comparison_counts_what_it_should():
 
 
 def test_errors_before_and_after_rounding():
-    """Of exact outputs the error is that of the rounding alone, of others it is more."""
+    """The error of exact outputs is that of the rounding alone; others have more."""
     exact = np.array([[1 + 2**-9, -3.0]])  # halfway between 1 and the number of bfloat16 after it
     rounded = np.array([[1.0, -3.0]], np.float32)
     once = 2**-9 / np.linalg.norm(exact)
-    assert errors_of(rounded, exact, "bfloat16") == pytest.approx(
-        {"exact_error": once, "rounding_error": once}
-    )
-    found = errors_of(np.array([[1.0, -3.25]], np.float32), exact, "bfloat16")
-    assert found["rounding_error"] == pytest.approx(once)
-    assert found["exact_error"] == pytest.approx(np.hypot(2**-9, 0.25) / np.linalg.norm(exact))
+    assert errors_of(rounded, exact, "bfloat16") == pytest.approx((once, once))
+    found, rounding = errors_of(np.array([[1.0, -3.25]], np.float32), exact, "bfloat16")
+    assert rounding == pytest.approx(once)
+    assert found == pytest.approx(np.hypot(2**-9, 0.25) / np.linalg.norm(exact))
 
 
 def test_nothing_to_verify_is_told_in_one_line(data, tmp_path, capsys):

@@ -103,7 +103,7 @@ def test_a_temperature_draws_and_the_seed_repeats_it(with_words, capsys):
     assert first[0] == 5
     seed, text = drawn()
     assert drawn("--seed", str(seed)) == (seed, text)
-    # Of four seeds that all give one text of twenty words no temperature was drawn at.
+    # Four seeds give one text of twenty words only where nothing is drawn.
     assert len({drawn("--seed", str(other))[1] for other in range(4)}) > 1
 
 
