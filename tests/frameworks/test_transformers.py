@@ -156,7 +156,7 @@ def test_logits_in_bfloat16(rng, data, directory):
 @pytest.mark.parametrize("name", ["int4_awq", "int8_sq", "mxfp8", "w4a8_awq", "w4a8_mxfp4_fp8"])
 @torch.no_grad()
 def test_every_linear_of_other_formats_is_the_layer_that_loads(rng, data, name):
-    """Layers of MXFP8, int8 and int4 weights, and W4A8_MXFP4_FP8, have the bits of those that `load` makes."""
+    """Layers of MXFP8, int8, int4 and W4A8_MXFP4_FP8 have the bits of those that `load` makes."""
     directory = data / "checkpoints" / f"llama_{name}"
     model = AutoModelForCausalLM.from_pretrained(directory)
     logits, calls = heard(model, random_ids(rng, model, 2, 9))
