@@ -91,7 +91,7 @@ def section() -> str:
         ]
         parts += [f"### {title}", table(["", *chips.values()], body, left=1 + len(chips))]
         notes = [
-            f"* {named(entry.chips)}: {entry.note}."
+            f"* {named(entry.chips)}, {STATES[entry.state]}: {entry.note}."
             for entry in entries()
             if framework in entry.frameworks and entry.note
         ]
