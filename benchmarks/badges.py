@@ -19,7 +19,7 @@ LETTER = 6.6
 
 
 def badges() -> dict[str, tuple[str, str]]:
-    """What each says, by the name of its file: a subject, and what is said of it."""
+    """A subject and what is said of it, by the name of the file."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     floor = re.search(r'"py_limited_api": "(cp\d+)"', (ROOT / "setup.py").read_text(encoding="utf-8"))
     assert floor is not None

@@ -15,7 +15,7 @@ from moqext.algorithms import LINEARS
 ROOT = record.RESULTS.parent.parent
 FILE = ROOT / "docs" / "support.toml"
 STATES = {"ran": "**ran**", "compiled": "compiled", "engine": "engine's", "no": "–"}
-"""As cells of the tables show them; "no" is what no entry has."""
+"""Cells of the tables by state; "no" is what no entry has."""
 
 
 @dataclass(frozen=True)
