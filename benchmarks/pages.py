@@ -1,9 +1,10 @@
-"""Writes what is generated on the pages: tables between markers, and the drawings of docs/results.
+"""Writes what is generated on the pages: tables between markers, drawings of docs/results, and badges.
 
     python -m benchmarks.pages
 
 A page has `<!-- NAME -->` and `<!-- /NAME -->` around what is written: the summary of a subject of
-`benchmarks.subjects`, or a table: of speed (`speed`), or of formats without a subject (`general`).
+`benchmarks.subjects`, or a table: of speed (`speed`), of formats without a subject (`general`), or of what
+ran where (`support`).
 `python -m benchmarks.tables` prints the full tables.
 """
 
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fit, pairs, record
+from benchmarks import badges, fit, pairs, record, support
 from benchmarks.goals import geomean
 from benchmarks.grid import table
 from benchmarks.layers import W4A16, shape_of
@@ -211,7 +212,7 @@ def fill(page: str) -> str:
 
 def made(name: str) -> str:
     """The text that a marker's name stands for."""
-    tables = {"speed": speed, "general": general}
+    tables = {"speed": speed, "general": general, "support": support.section}
     return tables[name]() if name in tables else section(name)
 
 
@@ -221,7 +222,7 @@ def files() -> dict[Path, str]:
     found = {page: fill(page.read_text(encoding="utf-8")) for page in pages}
     for subject in SUBJECTS.values():
         found |= {RESULTS / name: drawing for name, drawing in subject.plots()}
-    return found
+    return found | badges.files()
 
 
 def main() -> None:

@@ -202,7 +202,7 @@ def test_pages_are_what_results_make(tree: None) -> None:
         assert path.read_text(encoding="utf-8") == text, path.name
     assert set((ROOT / "docs" / "results").glob("*.svg")) <= set(files)
     written = {found[2] for text in files.values() for found in pages.MARKED.finditer(text)}
-    assert written == {*pages.SUBJECTS, "speed", "general"}
+    assert written == {*pages.SUBJECTS, "speed", "general", "support"}
 
 
 def test_every_result_has_tables(tree: None) -> None:

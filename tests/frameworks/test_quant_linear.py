@@ -9,7 +9,7 @@ import pytest
 
 import moqext
 
-from ..linear_cases import LIMITS
+from ..linear_cases import LIMITS, random_case
 from ..svd_files import LAYER, QKV, write_svd
 
 torch = pytest.importorskip("torch", minversion="2.10")
@@ -33,6 +33,16 @@ def test_equals_the_reference(rng, algo, dtype):
     assert np.linalg.norm(found - expected) <= relative * np.linalg.norm(expected)
     tops = np.abs(expected).max(axis=-1, keepdims=True)
     assert (np.abs(found - expected) <= largest * tops).all()
+
+
+def test_int8_weights_have_the_bits_of_the_method(rng):
+    """No genuine checkpoint is W8A16: tensors as an exporter would store them."""
+    case = random_case(rng, "W8A16", 128, (40,))
+    layer = QuantLinear(128, case.out_partitions, "W8A16")
+    layer.load_state_dict({role: torch.from_numpy(array) for role, array in case.fused().items()})
+    x = random_x(rng, case, 5)
+    method = case.method(dtype="bfloat16")
+    assert layer(x).equal(method(x, method.prepare(case.listed())))
 
 
 @pytest.mark.parametrize("algo", ALGOS)

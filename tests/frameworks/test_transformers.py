@@ -153,6 +153,27 @@ def test_logits_in_bfloat16(rng, data, directory):
     assert error(model(ids).logits, plain(ids).logits) <= step * chain(model)
 
 
+@pytest.mark.parametrize("name", ["int4_awq", "int8_sq", "mxfp8", "w4a8_awq", "w4a8_mxfp4_fp8"])
+@torch.no_grad()
+def test_every_linear_of_other_formats_is_the_layer_that_loads(rng, data, name):
+    """Layers of MXFP8, int8, int4 and W4A8_MXFP4_FP8 have the bits of those that `load` makes."""
+    directory = data / "checkpoints" / f"llama_{name}"
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    logits, calls = heard(model, random_ids(rng, model, 2, 9))
+    assert logits.isfinite().all()
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    parts = {
+        f"{attention}fused_qkv": [f"{attention}{part}_proj" for part in "qkv"],
+        f"{mlp}fused_gate_up": [f"{mlp}gate_proj", f"{mlp}up_proj"],
+    }
+    with moqext.Checkpoint(directory) as ckpt:
+        ran = [part for layer in calls for part in parts.get(layer, [layer])]
+        assert sorted(ran) == sorted(record.name for record in ckpt.layers())
+        for layer, (x, y) in calls.items():
+            loaded = ckpt.load(parts.get(layer, layer), dtype=torch.bfloat16)
+            assert y.equal(loaded(x)), layer
+
+
 @pytest.mark.parametrize("directory", DENSE)
 def test_every_tensor_of_the_file_is_saved_again(data, directory, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(data / directory)
