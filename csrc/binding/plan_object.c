@@ -325,9 +325,9 @@ static PyObject *describe_timings(const moq_operation *operation, const moq_timi
     return finish(list, status);
 }
 
-static PyObject *measure_with(moq_call *call, int64_t m, PyObject *mapping,
-                              const moq_choice *only) {
-    const moq_plan *plan = call->plan;
+static PyObject *measure_with(moq_call *call, moq_plan *plan, int64_t m, PyObject *mapping,
+                              bool chosen) {
+    moq_choice choice;
     moq_params params;
     moq_timing timings[MOQ_MAX_TIMINGS];
     int count = 0;
@@ -337,10 +337,14 @@ static PyObject *measure_with(moq_call *call, int64_t m, PyObject *mapping,
     if (moq_call_take_params(call, mapping, &params) < 0)
         return NULL;
     status = moq_check_params(plan->param, plan->param_count, &params, "params", &err);
+    bool scaled = params.of[MOQ_PARAM_INPUT_SCALE].data != NULL;
+    if (status == MOQ_OK && chosen)
+        status = moq_plan_pick(plan, m, scaled, &choice, &err);
     moq_long_call native;
     moq_long_call_begin(&native);
     if (status == MOQ_OK)
-        status = plan->operation->measure(plan, &params, m, only, timings, &count, &err);
+        status = plan->operation->measure(plan, &params, m, chosen ? &choice : NULL, timings,
+                                          &count, &err);
     status = moq_long_call_end(&native, status, &err);
     return status == MOQ_OK ? describe_timings(plan->operation, timings, count)
                             : moq_raise(call->state, &err);
@@ -354,15 +358,14 @@ static PyObject *measure(PyObject *self, PyObject *const *values, Py_ssize_t nar
     PyObject *v[3];
     int64_t m;
     moq_call call;
-    moq_choice choice;
     if (moq_args_parse(state, &MEASURE, values, nargs, kwnames, v) < 0 ||
         moq_arg_int(v[0], "tokens", 1, INT32_MAX, &m) < 0)
         return NULL;
     int chosen = v[2] ? PyObject_IsTrue(v[2]) : 0;
-    if (chosen < 0 || (chosen && pick(self, v[0], 1, &choice) < 0))
+    if (chosen < 0)
         return NULL;
     moq_call_open(&call, state, plan_of(self), NULL, NULL);
-    PyObject *result = measure_with(&call, m, v[1], chosen ? &choice : NULL);
+    PyObject *result = measure_with(&call, plan_of(self), m, v[1], chosen != 0);
     moq_call_release(&call);
     return result;
 }
