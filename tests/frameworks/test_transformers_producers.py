@@ -80,7 +80,7 @@ def test_it_computes_what_the_same_files_in_modelopts_form_do_and_saves_them_so(
 
 @pytest.mark.parametrize("case", ["mixtral_fp8", "qwen3moe_nvfp4"])
 def test_experts_written_as_compressed_tensors_keep_their_scales(case, data, tmp_path):
-    """Transformers' own reader leaves global scales of experts out; the reciprocals differ in the last bit."""
+    """Transformers' own reader leaves global scales of experts out; reciprocals differ in the last bit."""
     source = next(path for path in data.glob(f"*/{case}") if path.is_dir())
     moqext.Checkpoint(source).convert(tmp_path / "out", to="compressed-tensors")
     model, told = moqext_transformers.from_pretrained(
