@@ -112,15 +112,18 @@ class DeviceTimer:
         if self._torch is None:
             return [[] for _ in counts]
         try:
-            contestant = _torch_layer(self._torch, layer, self._rng, DEVICE_ROTATION, self._device)
-            if contestant is None:
-                return [[] for _ in counts]
-            return [
-                device_times(self._torch, contestant, _normal(self._rng, count, layer), self._device)
-                for count in counts
-            ]
+            return self._torch_times(layer, counts)
         except RuntimeError:  # no such kernel, or no memory
             return [[] for _ in counts]
+        finally:
+            self._torch.cuda.empty_cache()  # moqext has memory of its own
+
+    def _torch_times(self, layer: Method | tuple[int, int], counts: Sequence[int]) -> list[list[float]]:
+        contestant = _torch_layer(self._torch, layer, self._rng, DEVICE_ROTATION, self._device)
+        if contestant is None:
+            return [[] for _ in counts]
+        values = [_normal(self._rng, count, layer) for count in counts]
+        return [device_times(self._torch, contestant, each, self._device) for each in values]
 
 
 def measure_device(
