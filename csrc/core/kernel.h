@@ -37,8 +37,8 @@ typedef struct {
     bool adds;        /* it runs layers whose outputs get an addend: moq_linear_call.addend */
     bool takes_codes; /* it runs layers whose x is codes: moq_linear_spec.quantized_input */
     bool folds;       /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds) */
-    /* It runs batch_invariant layers, with any number of tokens: in configs that `configs` lets
-     * those have, a row is summed in one order, whatever other rows there are. */
+    /* The kernel runs batch_invariant layers, with any number of tokens: in configs that `configs`
+     * lets those have, a row is summed in one order, whatever other rows there are. */
     bool row_order_fixed;
 } moq_kernel;
 
