@@ -213,7 +213,7 @@ $(WERROR): export MOQEXT_WERROR := $(or $(MOQEXT_WERROR),1)
 .venv-frameworks/.needs-$(HASH): .venv-frameworks/.made-$(HASH)
 	.venv-frameworks/bin/$(PIP) torch==2.13.0
 	$(call needs,.venv-frameworks,test transformers hub)
-	.venv-frameworks/bin/$(PIP) compressed-tensors==0.19.0 accelerate
+	.venv-frameworks/bin/$(PIP) compressed-tensors==0.19.0 accelerate peft==0.21.2
 	touch $@
 
 .venv-frameworks/.installed: export MOQEXT_CUDA = 0

@@ -1,4 +1,4 @@
-"""What `batch_invariant` costs: layers that have it beside those that choose for each number of tokens.
+"""Times of `batch_invariant`: layers that have it beside those that choose for each number of tokens.
 
     python -m benchmarks.batch_invariance
 
@@ -24,9 +24,9 @@ EXPERT_SIZES = (128, 2048, 768, 8)
 """Experts, hidden size, intermediate size and top k of Qwen3-30B-A3B."""
 EXPERT_TOKENS = (1, 64, 1024)
 WEIGHT_BYTES = 1 << 28
-"""Of copies of a weight, several times the last cache of an H200."""
+"""Copies of a weight have so many together, several times the last cache of an H200."""
 FEW_ROWS = 512
-"""Of a weight that are made; all others are like them."""
+"""Rows of a weight that are made; all others are like them."""
 MANY = 1024
 """From so many tokens on each is timed alone."""
 

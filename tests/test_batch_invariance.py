@@ -246,7 +246,7 @@ def test_one_kernel_runs_all_numbers_of_tokens(chip):
 
 @pytest.mark.parametrize("kind", LINEARS[:5], ids=str)
 def test_configs_that_are_kept_sum_in_the_same_order(kind):
-    """What tuning may try is what the layer may have."""
+    """Tuning tries what the layer may have, and nothing else."""
     plan = linear_plan(kind, "H200 SXM")
     for tokens in (1, 16, 64, 512, 4096):
         usual = plan.config(tokens)

@@ -38,8 +38,8 @@ typedef struct {
     bool takes_codes; /* it runs layers whose x is codes: moq_linear_spec.quantized_input */
     bool folds;       /* of packed NVFP4 weights it multiplies e4m3 codes (moq_linear_folds), */
     bool quantizes;   /* or their own codes by e2m1 codes of x */
-    /* It runs batch_invariant layers, with any number of tokens: in configs that `configs` lets
-     * those have, a row is summed in one order, whatever other rows there are. */
+    /* The kernel runs batch_invariant layers, with any number of tokens: in configs that `configs`
+     * lets those have, a row is summed in one order, whatever other rows there are. */
     bool row_order_fixed;
     bool only_forced; /* it runs where MOQEXT_KERNEL names it, and nowhere else */
 } moq_kernel;

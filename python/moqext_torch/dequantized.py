@@ -11,7 +11,7 @@ import torch
 from moqext import ops
 
 VALUES_AT_ONCE = 1 << 22
-"""Of a weight, that float32 copies are made of."""
+"""Values of a weight of which there are float32 copies at a time."""
 
 BLOCK = 128
 """Rows and columns of a tile of FP8_PB_WO."""

@@ -43,13 +43,13 @@ def make_engine(directory, **options):
     )
 
 
-def generate(llm):
+def generate(llm, **options):
     """The greedy tokens of every prompt."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     how = SamplingParams(detokenize=False, temperature=0, ignore_eos=True, max_tokens=NEW)
-    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, how, use_tqdm=False)]
+    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, how, use_tqdm=False, **options)]
 
 
 def without_cache(directory):
@@ -209,26 +209,66 @@ def reference(*directories):
     import moqext_transformers  # noqa: F401
 
     for directory in directories:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, DTYPE))
-        model = model.to(DEVICE).eval()
-        found, bests = [], []
-        for prompt in PROMPTS:
-            ids = torch.tensor([prompt], device=DEVICE)
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=NEW,
-                min_new_tokens=NEW,
-                do_sample=False,
-                eos_token_id=None,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-            found.append(out.sequences[0, len(prompt) :].tolist())
-            best, order = torch.cat(out.logits).float().topk(2)
-            apart = (best[:, 0] - best[:, 1]) / 2.0 ** (best[:, 0].abs().log2().floor() - 7)
-            bests.append(list(zip(order.tolist(), apart.tolist(), strict=True)))
-        say([found, bests])
+        say(generated(AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, DTYPE))))
+
+
+def generated(model):
+    """The tokens of a model of Transformers, and how sure it is of each."""
+    model = model.to(DEVICE).eval()
+    found, bests = [], []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device=DEVICE)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        found.append(out.sequences[0, len(prompt) :].tolist())
+        best, order = torch.cat(out.logits).float().topk(2)
+        apart = (best[:, 0] - best[:, 1]) / 2.0 ** (best[:, 0].abs().log2().floor() - 7)
+        bests.append(list(zip(order.tolist(), apart.tolist(), strict=True)))
+    return found, bests
+
+
+def adapted(directory, adapter):
+    """The tokens without an adapter, those with it, and which methods layers have."""
+    from vllm.lora.request import LoRARequest
+
+    llm = make_engine(
+        directory, hf_overrides=without_cache(directory), enable_lora=True, max_lora_rank=8, max_loras=1
+    )
+    with_it = generate(llm, lora_request=LoRARequest("adapter", 1, adapter))
+    say([generate(llm), with_it, llm.apply_model(methods)[0]])
+
+
+def merged(directory, adapter):
+    """The tokens of Transformers, as `reference`, of dequantized weights with an adapter merged in."""
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    import moqext_transformers
+    from moqext_torch import QuantLinear
+
+    model = moqext_transformers.from_pretrained(directory, fuse=False, dtype=getattr(torch, DTYPE))
+    pairs = load_file(Path(adapter, "adapter_model.safetensors"))
+    about = json.loads(Path(adapter, "adapter_config.json").read_text())
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, QuantLinear):
+            weight = layer.dequantize(torch.float32)
+            a, b = (pairs.get(f"base_model.model.{name}.lora_{part}.weight") for part in "AB")
+            if a is not None:
+                weight = weight + b @ a * (about["lora_alpha"] / about["r"])
+            plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=layer.dtype)
+            plain.weight = torch.nn.Parameter(weight.to(layer.dtype))
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, plain)
+    say(generated(model))
 
 
 def layers(*directories):

@@ -38,6 +38,7 @@ namespace moq::low_rank {
 #define BLOCKS  2  /* of a multiprocessor, as many parts of K make at most */
 #define MOST    64 /* parts of K, */
 #define LEAST   4  /* of so many steps at least */
+#define FIXED   8  /* parts for any number of tokens */
 
 typedef struct {
     moq_rows left;
@@ -217,7 +218,7 @@ static int64_t steps_of(const moq_low_rank *l) {
     int64_t steps = divide_up(l->spec->in_features, STEP),
             ranks = moq_weight_ranks(&l->spec->matrix);
     int64_t tiles = token_tiles_of(l->m) * divide_up(ranks, tile_rows(l, ranks));
-    int64_t parts = BLOCKS * l->spec->target.sm_count / tiles;
+    int64_t parts = l->spec->batch_invariant ? FIXED : BLOCKS * l->spec->target.sm_count / tiles;
     parts = parts < steps / LEAST ? parts : steps / LEAST;
     parts = parts < 1 ? 1 : parts < MOST ? parts : MOST;
     return divide_up(steps, parts);

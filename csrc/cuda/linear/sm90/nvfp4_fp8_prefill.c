@@ -49,7 +49,7 @@ static bool work(const moq_problem *p, int config, moq_load *w) {
     return true;
 }
 
-/* Where tiles are divided by steps depends on how many there are. */
+/* Tiles that are divided evenly are cut at steps that depend on how many there are. */
 static bool row_order_fixed(int config) {
     return (division)(config / SHAPE_COUNT) == ROUNDS;
 }

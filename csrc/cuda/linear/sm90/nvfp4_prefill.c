@@ -60,7 +60,7 @@ static bool work(const moq_problem *p, int config, moq_load *w) {
     return count(p, config, MOQ_NVFP4_BYTES, w);
 }
 
-/* Where tiles are divided by steps depends on how many there are. */
+/* Tiles that are divided evenly are cut at steps that depend on how many there are. */
 static bool row_order_fixed(int config) {
     return (division)(config / SHAPE_COUNT) == ROUNDS;
 }
