@@ -57,7 +57,9 @@ def test_auto_is_exact_where_folding_gains_nothing(chip):
     for algo in ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ"):
         layer = plan(algo, "auto", chip=chip)
         assert dict(layer.explain())["cuda:sm80_nvfp4_fp8"] is None
-        assert all(layer.backend(tokens) != "cuda:sm80_nvfp4_fp8" for tokens in (1, 16, 256, 1024, 4096, 65536))
+        assert all(
+            layer.backend(tokens) != "cuda:sm80_nvfp4_fp8" for tokens in (1, 16, 256, 1024, 4096, 65536)
+        )
 
 
 @each(
