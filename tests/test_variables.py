@@ -136,7 +136,7 @@ def test_a_misspelt_kernel_is_an_error_that_names_all():
     assert last.startswith(
         'ValueError: MOQEXT_KERNEL: no kernel named "cpu:avx"; there are cpu:portable, cpu:avx2,'
     )
-    assert last.endswith("cuda:cublaslt_fp4")
+    assert last.endswith("cuda:sm120_nvfp4_block")
 
 
 def test_bytes_that_are_no_text():
