@@ -57,7 +57,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--compute",
         default="exact",
         choices=("exact", "fp8", "fp4", "auto"),
-        help="how NVFP4 weights are multiplied; with --shapes on a device or DIR",
+        help="how NVFP4 weights are multiplied",
     )
     parser.add_argument("--threads", type=_threads, metavar="T", help="default: all")
     parser.add_argument(
