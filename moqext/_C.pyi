@@ -244,8 +244,8 @@ def linear_plan(
     fast_accum: bool = False,
     one_input_scale: bool = False,
     quantized_input: bool = False,
-    batch_invariant: bool = False,
     rank: int | None = None,
+    batch_invariant: bool = False,
     pretend: bool = False,
 ) -> LinearPlan: ...
 

@@ -25,16 +25,20 @@ static const moq_signature LINEAR_PLAN = {
     7,
     14,
     {KW_quant_algo, KW_in_features, KW_out_partitions, KW_group_size, KW_dtype, KW_device,
-     KW_compute, KW_capability, KW_fast_accum, KW_one_input_scale, KW_quantized_input,
-     KW_batch_invariant, KW_rank, KW_pretend}};
+     KW_compute, KW_capability, KW_fast_accum, KW_one_input_scale, KW_quantized_input, KW_rank,
+     KW_batch_invariant, KW_pretend}};
 
-/* fast_accum, one_input_scale, quantized_input and batch_invariant, each of which may be absent. */
+/* fast_accum, one_input_scale, quantized_input and batch_invariant, each of which may be absent, of
+ * all arguments. */
 static int parse_options(moq_state *state, PyObject **v, moq_linear_spec *spec) {
+    static const int PLACES[] = {8, 9, 10, 12};
     moq_err err;
     int given[4];
-    for (int i = 0; i < 4; i++)
-        if ((given[i] = v[i] ? PyObject_IsTrue(v[i]) : 0) < 0)
+    for (int i = 0; i < 4; i++) {
+        PyObject *value = v[PLACES[i]];
+        if ((given[i] = value ? PyObject_IsTrue(value) : 0) < 0)
             return -1;
+    }
     moq_linear_options options = {given[0], given[1], given[2], given[3]};
     if (moq_linear_apply_options(&options, spec, &err) == MOQ_OK)
         return 0;
@@ -58,14 +62,14 @@ static int resolve(moq_state *state, PyObject **v, linear_object *self) {
     if (!moq_arg_absent(v[3]) &&
         moq_arg_int(v[3], "group_size", 1, INT32_MAX, &names.group_size) < 0)
         return -1;
-    if (!moq_arg_absent(v[12]) && moq_arg_int(v[12], "rank", 1, INT32_MAX, &names.rank) < 0)
+    if (!moq_arg_absent(v[11]) && moq_arg_int(v[11], "rank", 1, INT32_MAX, &names.rank) < 0)
         return -1;
     if (moq_linear_resolve(&names, dtype, spec, &err) != MOQ_OK) {
         moq_raise(state, &err);
         return -1;
     }
-    int pretend = v[13] ? PyObject_IsTrue(v[12]) : 0;
-    if (pretend < 0 || parse_options(state, v + 8, spec) < 0 ||
+    int pretend = v[13] ? PyObject_IsTrue(v[13]) : 0;
+    if (pretend < 0 || parse_options(state, v, spec) < 0 ||
         moq_plan_find_target(state, v[7], pretend, spec->device, &spec->target) < 0)
         return -1;
     moq_linear_settle_choice(spec);
@@ -192,9 +196,8 @@ static PyMethodDef METHODS[] = {
     {"linear_plan", (PyCFunction)(void (*)(void))linear_plan, METH_FASTCALL | METH_KEYWORDS,
      "linear_plan(quant_algo, in_features, out_partitions, group_size, dtype, device, compute, "
      "capability=None, fast_accum=False, one_input_scale=False, quantized_input=False, "
-     "batch_invariant=False, rank=None, pretend=False) -> LinearPlan; capability: \"9.0\" plans "
-     "for a "
-     "chip that may not be here; pretend: and asks cuBLASLt, and runs on the device that is"},
+     "rank=None, batch_invariant=False, pretend=False) -> LinearPlan; capability: \"9.0\" plans "
+     "for a chip that may not be here; pretend: and asks cuBLASLt, and runs on the device that is"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -24,7 +24,13 @@ NO_GRADIENT = (
     "moqext layers have no gradient: call them under torch.no_grad() or torch.inference_mode(), or pass "
     "x.detach()"
 )
-ONLY_BACKWARD = "moqext linears have gradients of x and of their bias, backward and once, and no others"
+ONLY_BACKWARD = (
+    "moqext linears have gradients of x and of their bias, backward and once, and no others; those of "
+    "torch.func neither"
+)
+
+
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 def wants_gradient(*args: Any) -> bool:
@@ -59,13 +65,14 @@ def register_autograd(
     overload = getattr(torch.ops.moqext, name).default
 
     def run(*args: Any) -> Any:
-        if _wants_forward(*args) or (function is None and _wants_backward(*args)):
+        wants = _wants_backward(*args)
+        if _wants_forward(*args) or (wants and (function is None or _transforms() is not None)):
             raise RuntimeError(refusal)
         for argument, given in zip(overload._schema.arguments, args, strict=False):
             if isinstance(given, torch.Tensor) and (given.is_nested or given.layout != torch.strided):
                 kind = "nested" if given.is_nested else given.layout
                 raise TypeError(f"{argument.name}: expected a dense tensor in memory, got one that is {kind}")
-        if function is not None and _wants_backward(*args):
+        if function is not None and wants:
             return function.apply(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args)
@@ -227,7 +234,6 @@ register_autograd("linear", _Linear, ONLY_BACKWARD)
 register_autograd("linear_gradient", refusal=ONLY_BACKWARD)
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
 _traced = torch._C._get_tracing_state
 
 

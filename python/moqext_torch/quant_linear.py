@@ -219,8 +219,8 @@ class QuantLinear(PreparedModule):
             self.prepare()
         if not is_plain_call(x):
             return self._dispatch(x)
-        method, prepared, bias, weight = self._call
-        if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
+        method, prepared, bias, weight, own = self._call
+        if x.requires_grad or weight.requires_grad or (own is not None and own.requires_grad):
             if torch.is_grad_enabled():
                 return self._dispatch(x)
             x = x.detach()
@@ -316,7 +316,7 @@ class QuantLinear(PreparedModule):
         fits = self.bias is None or self.bias.dtype in (self.dtype, torch.float32)
         self._put("prepared_bias", None if fits else self.bias.detach().float())
         bias = self.bias if self.prepared_bias is None else self.prepared_bias
-        self._call = (self.method, self._prepared, bias, self._codes)
+        self._call = (self.method, self._prepared, bias, self._codes, self.bias)
 
     def _restore(self, stored: dict[str, torch.Tensor]) -> None:
         if self._specs["weight_scale"].dtype == "float32":

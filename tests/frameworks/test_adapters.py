@@ -61,7 +61,7 @@ def plain_of(layer):
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("algo", ["NVFP4", "MXFP4", "W4A16_NVFP4"])
 def test_gradients_of_adapters(rng, algo, dora):
-    """Gradients of x and of all adapters, beside those of PEFT on torch's linears of the same weights in float64."""
+    """Beside those of PEFT on linears of torch with the same weights, in float64."""
     first, second = case_of(rng, algo, (64,)), case_of(rng, algo, (40,), 64)
     layers = [filled(case, dtype=torch.float32).prepare() for case in (first, second)]
     torch.manual_seed(0)

@@ -59,7 +59,7 @@ def test_gradients_of_x_and_of_the_bias(rng, algo):
     """Against torch in float64: of float32 to the last bits, of bfloat16 to the roundings of W and of dx."""
     case = case_of(rng, algo, (40, 24), 256)
     for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
-        layer = filled(case, torch.ones(64, dtype=dtype), dtype=dtype)
+        layer = filled(case, torch.ones(64, dtype=dtype), dtype=dtype).prepare()
         layer.bias.requires_grad_(True)
         x = random_x(rng, case, 3, 5, dtype=dtype)
         out = torch.from_numpy(rng.standard_normal((3, 5, 64))).to(dtype)
@@ -71,7 +71,7 @@ def test_gradients_of_x_and_of_the_bias(rng, algo):
             weight = weight * reference.as_float32(case.parts[0]["pre_quant_scale"]).astype(np.float64)
         expected = out.double() @ torch.from_numpy(weight)
         assert torch.linalg.norm(found - expected) <= limit * torch.linalg.norm(expected)
-        torch.testing.assert_close(layer.bias.grad, out.float().sum((0, 1)).to(dtype))
+        torch.testing.assert_close(layer.bias.grad, out.float().sum((0, 1)).to(dtype), rtol=1e-2, atol=1e-5)
         assert layer.dequantize().dtype == dtype
 
 
@@ -111,8 +111,6 @@ def test_gradients_under_compile_checkpointing_and_autocast(rng, algo):
         return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
 
     assert gradients(checkpointed, x, out).equal(expected)
-    grad = torch.func.grad(lambda x: (layer(x) * out).sum())(x)
-    torch.testing.assert_close(grad, expected, rtol=0.01, atol=0.01 * float(expected.abs().max()))
     with torch.autocast("cpu", torch.bfloat16):
         cast = gradients(layer, x.float(), out)
     assert cast.dtype == torch.float32
@@ -127,6 +125,8 @@ def test_what_has_no_gradient_says_so(rng):
     out = torch.ones(2, 40, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(RuntimeError, match="backward and once"):
         torch.autograd.grad(layer(x), x, out, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"torch\.func neither"):
+        torch.func.grad(lambda x: layer(x).sum())(x.detach())
     layer.requires_grad_(True)
     with pytest.raises(RuntimeError, match="the weight is frozen"):
         layer(x)
