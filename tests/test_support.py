@@ -92,8 +92,10 @@ def test_layers_of_engines_are_those_that_plug_ins_leave_to_them(support):
         for chip, capability in (capabilities | {"blackwell": (10, 0)}).items():
             left = stepping_aside.reason_to_step_aside(algo, capability) is not None
             assert (states["vllm", algo, chip] == "engine") == left, (algo, chip)
-            if chip != "blackwell":
+            if chip in ("x86", "h200", "h100"):
                 assert (states["sglang", algo, chip] == "engine") == left, (algo, chip)
+            elif states["sglang", algo, chip] == "engine":  # SGLang would misread some of the others
+                assert left, (algo, chip)
 
 
 def test_the_matrix_has_a_row_a_format(support):
