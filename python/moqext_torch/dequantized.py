@@ -14,7 +14,7 @@ VALUES_AT_ONCE = 1 << 22
 """Values of a weight of which there are float32 copies at a time."""
 
 BLOCK = 128
-"""Rows and columns of a tile of FP8_PB_WO."""
+"""Rows and columns of a tile of FP8_PB_WO, and rows of a tile of swizzled block scales."""
 
 _Rows = Callable[[int, int], torch.Tensor]
 """Values of rows, in float32 and without the scale of a row."""
@@ -69,7 +69,7 @@ def _reader(
         )
     if codes.dtype == torch.uint8:
         if scales.numel() != shape[0] * (shape[1] // group) or scales.shape[0] != shape[0]:
-            scales = ops.unswizzle_block_scales(scales, (shape[0], shape[1] // group))
+            scales = _unswizzled(scales, partitions, shape[1] // group)
         scales = scales.view(torch.float8_e4m3fn)
         return lambda first, last: (
             _fp4(codes[first:last]) * _spread(scales[first:last].float().abs(), shape[1])
@@ -82,6 +82,15 @@ def _reader(
             codes[first:last].float() * _spread(scales[line[first:last]], shape[1], BLOCK)
         )
     return lambda first, last: codes[first:last].float() * _spread(_powers(scales[first:last]), shape[1])
+
+
+def _unswizzled(scales: torch.Tensor, partitions: Sequence[int], columns: int) -> torch.Tensor:
+    """Block scales row by row; in the swizzled order every partition begins a new tile."""
+    tiles = scales.split([-(-rows // BLOCK) * BLOCK for rows in partitions])
+    parts = [
+        ops.unswizzle_block_scales(tile, (rows, columns)) for tile, rows in zip(tiles, partitions, strict=True)
+    ]
+    return torch.cat(parts)
 
 
 def _spread(scales: torch.Tensor, columns: int, each: int | None = None) -> torch.Tensor:

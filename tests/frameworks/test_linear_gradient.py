@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from moqext import reference  # noqa: E402
+from moqext import ops, reference  # noqa: E402
 from moqext.algorithms import ALGORITHMS  # noqa: E402
 from moqext.tools.random_layers import random_linear  # noqa: E402
 from moqext_torch import as_torch  # noqa: E402
@@ -46,6 +46,18 @@ def test_the_weight_of_prepared_tensors(rng, algo, compute):
         assert 1e-3 < error < 0.03
     else:
         np.testing.assert_allclose(weight, expected, rtol=3e-7, atol=3e-7 * np.abs(expected).max())
+
+
+def test_swizzled_scales_begin_a_tile_in_every_partition(rng):
+    """As `compute="fp4"` has them on a device."""
+    case = random_linear(rng, "NVFP4", [130, 70], 384)
+    method = case.method()
+    params = {role: as_torch(tensor) for role, tensor in method.prepare(case.listed()).items()}
+    line = weight_of(params, (200, 384), [130, 70], 16, torch.float32)
+    parts = [ops.swizzle_block_scales(part) for part in params["weight_scale"].split([130, 70])]
+    swizzled = params | {"weight_scale": torch.cat([as_torch(part) for part in parts])}
+    assert swizzled["weight_scale"].shape == (384, 24)
+    assert weight_of(swizzled, (200, 384), [130, 70], 16, torch.float32).equal(line)
 
 
 def gradients(layer, x, out):
