@@ -49,7 +49,7 @@ def test_the_weight_of_prepared_tensors(rng, algo, compute):
 
 
 def test_swizzled_scales_begin_a_tile_in_every_partition(rng):
-    """As `compute="fp4"` has them on a device."""
+    """Scales lie so with `compute="fp4"` on a device."""
     case = random_linear(rng, "NVFP4", [130, 70], 384)
     method = case.method()
     params = {role: as_torch(tensor) for role, tensor in method.prepare(case.listed()).items()}
