@@ -88,7 +88,8 @@ def _unswizzled(scales: torch.Tensor, partitions: Sequence[int], columns: int) -
     """Block scales row by row; in the swizzled order every partition begins a new tile."""
     tiles = scales.split([-(-rows // BLOCK) * BLOCK for rows in partitions])
     parts = [
-        ops.unswizzle_block_scales(tile, (rows, columns)) for tile, rows in zip(tiles, partitions, strict=True)
+        ops.unswizzle_block_scales(tile, (rows, columns))
+        for tile, rows in zip(tiles, partitions, strict=True)
     ]
     return torch.cat(parts)
 
