@@ -412,14 +412,17 @@ def _in_shape(weight_loader: Callable[..., Any], layer: Any, name: str) -> Calla
         *rest: Any,
         **options: Any,
     ) -> Any:
+        expert = layer._map_global_expert_id_to_local_expert_id(expert_id)
+        single = loaded_weight.dim() < param.dim() or param.dim() < 2  # or there are several experts in it
+        if single and expert < 0:  # at a reload it may come after the layer was prepared, and begins nothing
+            return weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, *rest, **options)
         begin_load(param)
         if not requantizes:
             loaded_weight = fit_dtype(param, loaded_weight, f"{name} of expert {expert_id}")
         if getattr(param, "quant_method", None) == "block":
             loaded_weight = loaded_weight[:, None] if loaded_weight.dim() == 1 else as_blocks(loaded_weight)
         result = weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, *rest, **options)
-        if loaded_weight.dim() < param.dim() or param.dim() < 2:  # or there are several experts in it
-            expert = layer._map_global_expert_id_to_local_expert_id(expert_id)
+        if single:
             note(param, (expert, int(shard_id == "w3")))
         return result
 

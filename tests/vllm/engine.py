@@ -525,7 +525,7 @@ def tokens_split(directory, options):
 def split(*cases):
     """The tokens of checkpoints whose layers are split, or what is raised: this process is one rank of two.
 
-    A case is a JSON list of a directory and options of the engine.
+    Weights are reloaded then, and give the same tokens. A case is a JSON list of a directory and options of the engine.
     """
     import gc
     import os
@@ -551,7 +551,10 @@ def split(*cases):
                 distributed_executor_backend="external_launcher",
                 **{"tensor_parallel_size": 2} | options,
             )
-            say(generate(llm))
+            tokens = generate(llm)
+            llm.collective_rpc("reload_weights")
+            again = generate(llm)
+            say(tokens if again == tokens else ["tokens of reloaded weights", again])
             del llm
         except Exception as error:
             say([type(error).__name__, str(error)])
