@@ -34,7 +34,7 @@ MOQEXT_ALONE = {  # and what vLLM says
 NEITHER = {  # and what both, or first moqext and then vLLM, say
     **dict.fromkeys(
         ("llama_int4_awq", "llama_int8_sq", "llama_w4a8_awq"),
-        ("has no linear method", "currently only supports"),
+        ("does not load it here", "currently only supports"),
     ),
     "deepseek_nvfp4": ("e_score_correction_bias|MLA attention on CPU",),
     "fp8_embedding": ("embed_tokens.weight_scale",),
