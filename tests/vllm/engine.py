@@ -525,7 +525,8 @@ def tokens_split(directory, options):
 def split(*cases):
     """The tokens of checkpoints whose layers are split, or what is raised: this process is one rank of two.
 
-    Weights are reloaded then, and give the same tokens. A case is a JSON list of a directory and options of the engine.
+    Weights are reloaded then, and give the same tokens. A case is a JSON list of a directory and options of
+    the engine.
     """
     import gc
     import os
