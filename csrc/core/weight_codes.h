@@ -40,9 +40,9 @@ typedef struct {
     void *scales; /* [ceil(rows / height), ceil(columns / group)]; unused where one is given */
 } moq_weight_codes;
 
-/* The scales that a search tries beside that of the largest magnitude, in this order: those 1, -1,
- * 2, -2 and so on steps from it. Steps are E4M3 codes (2^(6 / 8) is 1.7 times a scale), eighths of
- * a power of two in float32, and powers of two. */
+/* Steps to either side of the scale of the largest magnitude that a search tries, nearest first and
+ * the larger scale before the smaller. Steps are E4M3 codes (2^(6 / 8) is 1.7 times a scale),
+ * eighths of a power of two in float32, and powers of two. */
 #define MOQ_NEAR_E4M3 6
 #define MOQ_NEAR_F32  4
 #define MOQ_NEAR_E8M0 1

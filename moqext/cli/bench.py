@@ -9,7 +9,7 @@ from typing import Any
 
 from moqext import _C
 from moqext.cli import add_checkpoint, bench_model, text
-from moqext.cli.device import add_device, choose_device
+from moqext.cli.device import add_compute, add_device, choose_device
 from moqext.cli.values import add_seed, choose_seed, seconds, whole
 from moqext.environment import environment
 from moqext.errors import CheckpointError
@@ -53,12 +53,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--tokens", type=tokens, default=(1, 16, 256), metavar="M,...", help="rows of x (1,16,256)"
     )
     parser.add_argument("--algos", type=_names, metavar="NAME,...", help="default: all")
-    parser.add_argument(
-        "--compute",
-        default="exact",
-        choices=("exact", "fp8", "fp4", "auto"),
-        help="how NVFP4 weights are multiplied",
-    )
+    add_compute(parser)
     parser.add_argument("--threads", type=_threads, metavar="T", help="default: all")
     parser.add_argument(
         "--seconds",

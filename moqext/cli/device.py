@@ -1,4 +1,4 @@
-"""`--device` of commands that run layers."""
+"""`--device` and `--compute` of commands that run layers."""
 
 import argparse
 import re
@@ -21,6 +21,16 @@ def add_device(parser: argparse.ArgumentParser, default: str) -> None:
         type=_device,
         default=default,
         help=f'{cpu}, "cuda[:N]", or {auto}: the first CUDA device, the CPU where there is none',
+    )
+
+
+def add_compute(parser: argparse.ArgumentParser) -> None:
+    """Adds the option."""
+    parser.add_argument(
+        "--compute",
+        default="exact",
+        choices=("exact", "fp8", "fp4", "auto"),
+        help="how NVFP4 weights are multiplied",
     )
 
 

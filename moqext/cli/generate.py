@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from moqext.cli import text
-from moqext.cli.device import add_device, choose_device
+from moqext.cli.device import add_compute, add_device, choose_device
+from moqext.cli.values import add_seed, whole
 
 SCHEMA = 1
 """Version of the JSON output; raised when a key changes its meaning."""
@@ -44,19 +45,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="T",
         help="draw tokens at this temperature; 0, the default: the most likely one each time",
     )
-    parser.add_argument("--seed", type=_seed, help="of the draws; a fresh one is drawn and told")
+    add_seed(parser, "draws")
     add_device(parser, "auto")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
         help="of the activations; by default that of the checkpoint",
     )
-    parser.add_argument(
-        "--compute",
-        default="exact",
-        choices=("exact", "fp8", "fp4", "auto"),
-        help="how NVFP4 weights are multiplied",
-    )
+    add_compute(parser)
     parser.add_argument(
         "--json", action="store_true", help="one object at the end, instead of text that streams"
     )
@@ -131,15 +127,7 @@ def _told(found: dict[str, Any], about: str) -> str:
 
 
 def _positive(given: str) -> int:
-    if not given.isascii() or not given.isdigit() or not 1 <= int(given) <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 to 1000000, got {given!r}")
-    return int(given)
-
-
-def _seed(given: str) -> int:
-    if not given.isascii() or not given.isdigit() or int(given) >= 1 << 63:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 2**63 - 1, got {given!r}")
-    return int(given)
+    return whole(given, 1, 1_000_000, "a number")
 
 
 def _temperature(given: str) -> float:

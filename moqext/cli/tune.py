@@ -10,7 +10,7 @@ import numpy as np
 
 from moqext.cli import add_checkpoint, open_checkpoint, text
 from moqext.cli.bench import tokens
-from moqext.cli.device import add_device, choose_device
+from moqext.cli.device import add_compute, add_device, choose_device
 from moqext.cli.timed_layers import Row, find_layers, time_layer
 from moqext.errors import CheckpointError
 from moqext.layers import tuning
@@ -54,12 +54,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         choices=("bfloat16", "float16", "float32"),
         help="of the activations",
     )
-    parser.add_argument(
-        "--compute",
-        default="exact",
-        choices=("exact", "fp8", "fp4", "auto"),
-        help="how NVFP4 weights are multiplied",
-    )
+    add_compute(parser)
     parser.add_argument(
         "--output",
         type=output_path,

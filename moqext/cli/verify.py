@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from moqext.checkpoint import Checkpoint
 from moqext.cli import add_checkpoint, find, open_checkpoint, text
-from moqext.cli.device import add_device, choose_device
+from moqext.cli.device import add_compute, add_device, choose_device
 from moqext.cli.layout import add_layout_options, layout_options
 from moqext.cli.plain import plain_tensors
 from moqext.cli.progress import Progress
@@ -43,12 +43,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_checkpoint(parser)
     add_device(parser, "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(LIMITS), help="of the activations")
-    parser.add_argument(
-        "--compute",
-        default="exact",
-        choices=("exact", "fp8", "fp4", "auto"),
-        help="how NVFP4 weights are multiplied",
-    )
+    add_compute(parser)
     parser.add_argument("--layers", metavar="GLOB", help="only layers whose name matches; * crosses dots")
     parser.add_argument("--tokens", type=_tokens, default=16, metavar="M", help="rows of activations (16)")
     add_seed(parser, "activations")

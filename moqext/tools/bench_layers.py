@@ -200,8 +200,8 @@ class ModelLayer(NamedTuple):
     """Layers of a model of one description.
 
     Attributes:
-        method: Of all of them.
-        names: Theirs, those of fused ones with " + " between them.
+        method: Method of each of them.
+        names: Names of the layers; those that are fused have " + " between theirs.
     """
 
     method: Method

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 REPEATS = 7
 
 BYTES = 1 << 24
-"""That a loop hashes, which takes some ten milliseconds, without the GIL."""
+"""Bytes that a loop hashes, in some ten milliseconds and without the GIL."""
 
 LEAST_SHARE = 0.9
 MOST_SPREAD = 0.2
@@ -26,7 +26,7 @@ class Calibration:
     """Findings of the loop.
 
     Attributes:
-        share: Of their time in which threads that only calculate had a processor.
+        share: Part of the time for which threads that only calculate had a processor.
         spread: By how much the median repeat was slower than the fastest, as a part of that one.
     """
 

@@ -32,7 +32,7 @@ sys.exit(main(["generate", "DIR", "--prompt", "a"]))
         ("--temperature", "-1", "expected a number from 0 to 100, got '-1'"),
         ("--temperature", "nan", "expected a number from 0 to 100, got 'nan'"),
         ("--temperature", "warm", "expected a number from 0 to 100, got 'warm'"),
-        ("--seed", "-1", "expected a number from 0 to 2**63 - 1, got '-1'"),
+        ("--seed", "-1", "expected a seed from 0 to 18446744073709551615, got '-1'"),
         ("--device", "tpu", "got 'tpu'"),
     ],
 )

@@ -248,6 +248,17 @@ static __device__ __forceinline__ void divide(float (&value)[N], const divisor &
         value[i] = __fmaf_rn(value[i], d.high, __fmul_rn(value[i], d.low));
 }
 
+/* Returns the maximum over a block. */
+static __device__ __forceinline__ uint32_t max_of_block(uint32_t bits) {
+    __shared__ uint32_t room[32];
+    bits = __reduce_max_sync(0xffffffffu, bits);
+    if (threadIdx.x % 32 == 0)
+        room[threadIdx.x / 32] = bits;
+    __syncthreads();
+    bits = threadIdx.x % 32 < blockDim.x / 32 ? room[threadIdx.x % 32] : 0;
+    return __reduce_max_sync(0xffffffffu, bits);
+}
+
 } // namespace moq::quantization
 
 #endif

@@ -126,17 +126,6 @@ static __global__ void __launch_bounds__(GROUP_THREADS)
         a.scales[row * a.scale_row + group * a.scale_group] = scale;
 }
 
-/* Returns the maximum over a block. */
-static __device__ __forceinline__ uint32_t max_of_block(uint32_t bits) {
-    __shared__ uint32_t room[32];
-    bits = __reduce_max_sync(0xffffffffu, bits);
-    if (threadIdx.x % 32 == 0)
-        room[threadIdx.x / 32] = bits;
-    __syncthreads();
-    bits = threadIdx.x % 32 < blockDim.x / 32 ? room[threadIdx.x % 32] : 0;
-    return __reduce_max_sync(0xffffffffu, bits);
-}
-
 /* Quantizes by token, a block a row of `chunks` that its threads keep. PAIRED: rows of x are
  * `stride` chunks apart. */
 template <int DT, bool PAIRED, int KEPT>

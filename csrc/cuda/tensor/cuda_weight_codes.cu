@@ -27,6 +27,7 @@ namespace moq::weight_codes {
 using quantization::chunk;
 using quantization::chunk_amax;
 using quantization::load_chunk;
+using quantization::max_of_block;
 using quantization::narrow;
 using quantization::quantize_input;
 using quantization::widen;
@@ -66,9 +67,9 @@ static __device__ __forceinline__ bool is_ordinary(uint32_t amax_bits, float ste
 
 /* Divides values; zeros become +0, or keep their sign where SIGNED. EXACT: rounded as a division.
  * One correction leaves a quotient that is rounded wrongly only where the exact one lies within
- * 2^-22 of the last place beside the middle between two floats. Beside a tie of E2M1 or E4M3, where
- * that would change a code, there is no such quotient of a 16-bit value, as a search over all
- * showed, but for that of a power of two by 2 - 2^-23, which comes out right. */
+ * 2^-22 of the last place beside the middle between two floats. A code changes by that beside a tie
+ * of E2M1 or E4M3 alone. A search over all 16-bit values found no such quotient there but that of a
+ * power of two by 2 - 2^-23, which comes out right. */
 template <bool EXACT, bool SIGNED, int N>
 static __device__ __forceinline__ void divide_ordinary(float (&value)[N], float step) {
     float inverse = __frcp_rn(step);
@@ -349,17 +350,6 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* ---- bands ---- */
 
-/* Returns the maximum over a block. */
-static __device__ __forceinline__ uint32_t max_of_block(uint32_t bits) {
-    __shared__ uint32_t room[32];
-    bits = __reduce_max_sync(0xffffffffu, bits);
-    if (threadIdx.x % 32 == 0)
-        room[threadIdx.x / 32] = bits;
-    __syncthreads();
-    bits = threadIdx.x % 32 < blockDim.x / 32 ? room[threadIdx.x % 32] : 0;
-    return __reduce_max_sync(0xffffffffu, bits);
-}
-
 /* Values under one scale. */
 typedef struct {
     int64_t offset; /* of its first value */
@@ -629,7 +619,7 @@ static weight_args args_of(const moq_weight_codes *w) {
                      .scale_dtype = w->scale_dtype,
                      .codes = (uint8_t *)w->codes,
                      .scales = w->scales};
-    for (int i = 0; i < F32_TRIALS; i++) { /* 0, 1, -1, 2, -2 and so on eighths */
+    for (int i = 0; i < F32_TRIALS; i++) { /* eighths: 0, 1, -1, 2, -2, 3, ... */
         int by = i % 2 ? (i + 1) / 2 : -i / 2;
         a.factors[i] = exp2f((float)by / 8.0f);
     }
