@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from vllm import envs
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
@@ -126,7 +127,9 @@ class MoqextCompressedTensorsConfig(Choices, CompressedTensorsConfig):  # type: 
         reason = self.reason(scheme.algo)
         if reason is not None:
             return reason.why
-        method = MoqextCompressedTensorsLinearMethod(scheme, prefix, self.compute, self.fast_accum)
+        method = MoqextCompressedTensorsLinearMethod(
+            scheme, prefix, self.compute, self.fast_accum, envs.VLLM_BATCH_INVARIANT
+        )
         fault = method.find_fault(layer)
         return method if fault is None else str(fault).removeprefix(f"{prefix}: ")
 

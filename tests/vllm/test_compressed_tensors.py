@@ -291,11 +291,17 @@ def test_a_layer_that_moqext_refuses_is_that_of_vllm(make):
     [
         ((9, 0), "nvfp4-pack-quantized", True),
         ((10, 0), "nvfp4-pack-quantized", False),
-        ((10, 0), "float-quantized", True),
+        ((10, 0), "float-quantized", False),
     ],
 )
-def test_a_gpu_on_which_vllm_is_faster_has_its_methods(make, gpu, capability, style, ours):  # noqa: F811
+def test_a_gpu_on_which_moqext_never_ran_has_vllms_methods(make, gpu, capability, style, ours):  # noqa: F811
     gpu(*capability)
     config = make(style)
     assert chosen(config, linear()) == (OURS if ours else "CompressedTensorsLinearMethod")
     assert config.runs_neighbours == ours
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_rows_depend_on_no_others_where_vllm_asks_for_that(make, monkeypatch, asked):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(asked)))
+    assert make().get_quant_method(linear(), NAME).batch_invariant is asked
