@@ -6,9 +6,10 @@
 #include <string.h>
 
 /* The first is the one that rates are of. Of chips of one capability the first stands for those
- * that are not here. Blackwell by NVIDIA's papers: "Blackwell Architecture Technical Brief"
- * (B200: 7.7 TB/s, B300: 8 TB/s), "RTX PRO Blackwell GPU Architecture" (1792 GB/s), "RTX Blackwell
- * GPU Architecture" (RTX 5090) and the hardware overview of "DGX Spark" (GB10: 273 GB/s). */
+ * that are not here. Blackwell's figures are those of NVIDIA's papers, read in pages that quote
+ * them: "Blackwell Architecture Technical Brief" (B200: 7.7 TB/s, B300: 8 TB/s), "RTX PRO Blackwell
+ * GPU Architecture" (1792 GB/s), "RTX Blackwell GPU Architecture" (RTX 5090) and the hardware
+ * overview of "DGX Spark" (GB10: 273 GB/s). */
 static const moq_chip CHIPS[] = {
     {"H200 SXM", 90, 132, 1980, 3201, 6016},  {"H100 SXM", 90, 132, 1980, 2619, 5120},
     {"H100 PCIe", 90, 114, 1755, 1593, 5120}, {"GH200", 90, 132, 1980, 2619, 6144},
