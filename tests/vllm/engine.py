@@ -246,6 +246,25 @@ def adapted(directory, adapter):
     say([generate(llm), with_it, llm.apply_model(methods)[0]])
 
 
+def batches(*directories):
+    """For each directory the tokens of each prompt by itself, and those of prompts in one batch.
+
+    Tokens are as of `generate_two`, with their logarithms to the bit.
+    """
+    for directory in directories:
+        llm = make_engine(directory, hf_overrides=without_cache(directory), **(GRAPHS if ON_CUDA else {}))
+        alone = [generate_two(llm, [prompt])[0] for prompt in PROMPTS]
+        say([alone, generate_two(llm), llm.apply_model(invariant)[0]])
+        del llm
+
+
+def invariant(model):
+    """How many layers of moqext there are, and how many of these are batch invariant."""
+    own = [getattr(module, "quant_method", None) for module in model.modules()]
+    own = [method for method in own if type(method).__name__.startswith("MoqextModelOpt")]
+    return [len(own), sum(method.batch_invariant for method in own)]
+
+
 def merged(directory, adapter):
     """The tokens of Transformers, as `reference`, of dequantized weights with an adapter merged in."""
     from pathlib import Path
@@ -723,11 +742,11 @@ def two_best(directory):
     say(generate_two(make_engine(directory, hf_overrides=without_cache(directory))))
 
 
-def generate_two(llm):
+def generate_two(llm, prompts=PROMPTS):
     """The greedy tokens of every prompt, each with the best one beside it: of equals either may be chosen."""
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
     how = SamplingParams(detokenize=False, temperature=0, ignore_eos=True, max_tokens=NEW, logprobs=2)
     found = []
     for out in llm.generate(prompts, how, use_tqdm=False):

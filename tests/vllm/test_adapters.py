@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.vllm.conftest import assert_same
+from tests.vllm.conftest import assert_same, on_cuda
 from tests.vllm_cases import DATA
 
 pytest.importorskip("vllm")
@@ -43,3 +43,13 @@ def test_tokens_are_those_of_merged_weights(engine, adapter):
     assert methods["MoqextModelOptLinearMethod"] > 0
     assert_same(adapted, engine("merged", directory, adapter)[0])
     assert adapted != plain
+
+
+@pytest.mark.skipif(not on_cuda(), reason="what vLLM does for it are kernels of Triton")
+@pytest.mark.parametrize("name", ["llama_nvfp4_kvfp8", "llama_fp8_kvfp8", "qwen3moe_fp8"])
+def test_a_batch_changes_no_bit_of_a_prompt(engine, name):
+    found = engine("batches", DATA / "checkpoints" / name, VLLM_BATCH_INVARIANT="1")[0]
+    alone, together, (layers, invariant) = found
+    assert layers > 0
+    assert invariant == layers
+    assert alone == together
