@@ -195,6 +195,10 @@ def fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         tensor.fill_(SPREAD / (256 * 3))  # codes of 4 bits are some 3 on average, block scales 256
     elif role == "input_scale":
         tensor.fill_(max(INPUT_AMAX.values()) / E4M3_MAX)
+    elif role == "weight_global_scale":  # of compressed-tensors, as the next: they divide
+        tensor.fill_(256 * 3 / SPREAD)
+    elif role == "input_global_scale":
+        tensor.fill_(E4M3_MAX * 6 / max(INPUT_AMAX.values()))
     elif "norm" in name:
         tensor.normal_(1.0, 5 * SPREAD, generator=generator)
     else:

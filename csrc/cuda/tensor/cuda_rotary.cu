@@ -42,16 +42,17 @@ static __device__ __forceinline__ chunk<DT, PIECE> load_piece(const strided &fro
     if constexpr (WHOLE) {
         uint4 four = *(const uint4 *)place;
         c.word[0] = four.x, c.word[1] = four.y, c.word[2] = four.z, c.word[3] = four.w;
-        return c;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < PIECE; i++) {
-        if (i >= left)
-            continue;
-        if (DT == MOQ_DT_F32)
-            c.word[i % c.words] = ((const uint32_t *)place)[i * from.value];
-        else
-            c.word[i / 2] |= (uint32_t)((const uint16_t *)place)[i * from.value] << (i % 2 * 16);
+        for (int i = 0; i < PIECE; i++) {
+            if (i >= left)
+                continue;
+            if (DT == MOQ_DT_F32)
+                c.word[i % c.words] = ((const uint32_t *)place)[i * from.value];
+            else
+                c.word[i / 2] |= (uint32_t)((const uint16_t *)place)[i * from.value]
+                                 << (i % 2 * 16);
+        }
     }
     return c;
 }
@@ -63,16 +64,16 @@ static __device__ __forceinline__ void store_piece(void *out, int64_t at, const 
     uint8_t *place = (uint8_t *)out + at * size;
     if constexpr (WHOLE) {
         *(uint4 *)place = make_uint4(c.word[0], c.word[1], c.word[2], c.word[3]);
-        return;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < PIECE; i++) {
-        if (i >= left)
-            continue;
-        if (DT == MOQ_DT_F32)
-            ((uint32_t *)place)[i] = c.word[i % c.words];
-        else
-            ((uint16_t *)place)[i] = (uint16_t)(c.word[i / 2] >> (i % 2 * 16));
+        for (int i = 0; i < PIECE; i++) {
+            if (i >= left)
+                continue;
+            if (DT == MOQ_DT_F32)
+                ((uint32_t *)place)[i] = c.word[i % c.words];
+            else
+                ((uint16_t *)place)[i] = (uint16_t)(c.word[i / 2] >> (i % 2 * 16));
+        }
     }
 }
 
