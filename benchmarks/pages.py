@@ -4,7 +4,7 @@
 
 A page has `<!-- NAME -->` and `<!-- /NAME -->` around what is written: the summary of a subject of
 `benchmarks.subjects`, or a table: of speed (`speed`), of formats without a subject (`general`), or of what
-ran where (`support`).
+ran where (`support`). A subject without a result keeps what stands there.
 `python -m benchmarks.tables` prints the full tables.
 """
 
@@ -162,9 +162,15 @@ def facts(subject: Subject) -> str:
             machine = about.get("gpu") or result.get("gpu") or result.get("device") or about["cpu"]
             found = {**about, **result}
             versions = [f"{name} {found[name]}" for name in VERSIONS if name in found]
-            when = [about["date"][:10], f"`{about['moqext']['commit'][:7]}`"]
+            runs = result.get("runs", [about])
+            dates, commits = (dict.fromkeys(each) for each in zip(*map(_when, runs), strict=True))
+            when = [", ".join(dates), ", ".join(f"`{commit}`" for commit in commits)]
             body.append([machine, *when, ", ".join([*versions, *_rates(result)]), f"`{benchmark}.{chip}`"])
     return table(["machine", "date", "commit", "with", "file in benchmarks/results"], body, 5)
+
+
+def _when(run: Mapping[str, Any]) -> tuple[str, str]:
+    return run["date"][:10], run["moqext"]["commit"][:7]
 
 
 VERSIONS = ("threads", "torch", "transformers", "vllm")
@@ -176,6 +182,9 @@ def _rates(result: Mapping[str, Any]) -> list[str]:
         copy = result["ceilings"]["fp8"]["bytes_per_second"] / 1e12
         products = [result["ceilings"][kind]["flop_per_second"] / 1e12 for kind in ("bfloat16", "fp8")]
         return [f"copies {copy:.2f} TB/s", f"products {products[0]:.0f} and {products[1]:.0f} Tflop/s"]
+    if "cache_bytes_per_second" in result:
+        rates = {what: result[f"{what}_bytes_per_second"] / 1e9 for what in ("read", "cache", "write")}
+        return [f"{what} {rate:.1f} GB/s" for what, rate in rates.items()]
     if "bytes_per_second" in result:
         return [f"memory {result['bytes_per_second'] / 1e9:.0f} GB/s"]
     if "copy_bytes_per_second" in result:
@@ -202,12 +211,18 @@ def section(name: str) -> str:
 
 
 def fill(page: str) -> str:
-    """The page with everything between markers as the results make it.
+    """The page with everything between markers as the results make it, where there are some.
 
     Raises:
         KeyError: Nothing has the name of a marker.
     """
-    return MARKED.sub(lambda found: f"{found[1]}\n{made(found[2])}\n\n{found[3]}", page)
+
+    def write(found: re.Match[str]) -> str:
+        if found[2] in SUBJECTS and not SUBJECTS[found[2]].measured:
+            return found[0]
+        return f"{found[1]}\n{made(found[2])}\n\n{found[3]}"
+
+    return MARKED.sub(write, page)
 
 
 def made(name: str) -> str:
