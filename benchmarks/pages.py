@@ -3,8 +3,8 @@
     python -m benchmarks.pages
 
 A page has `<!-- NAME -->` and `<!-- /NAME -->` around what is written: the summary of a subject of
-`benchmarks.subjects`, or a table: of speed (`speed`), of formats without a subject (`general`), or of what
-ran where (`support`). A subject without a result keeps what stands there.
+`benchmarks.subjects`, or a table: of speed (`speed`), of formats without a subject (`general`,
+`general-experts`), or of what ran where (`support`). A subject without a result keeps what stands there.
 `python -m benchmarks.tables` prints the full tables.
 """
 
@@ -20,6 +20,8 @@ from benchmarks import badges, fit, pairs, record, support
 from benchmarks.goals import geomean
 from benchmarks.grid import table
 from benchmarks.layers import W4A16, shape_of
+from benchmarks.moe_layers import UNIFORM
+from benchmarks.neighbours import ALONE
 from benchmarks.pairs import RANGES, Pair, range_of
 from benchmarks.subjects import SUBJECTS, Subject
 
@@ -80,14 +82,32 @@ GENERAL = {
 
 def general() -> str:
     """Microseconds of the chosen kernels of one layer in other formats, beside bfloat16 of torch."""
-    times, where = fit.read(), "28672x4096"
+    rows = record.read_all("linear_cuda")["h200"]["rows"]
     plain = {
         row["tokens"]: row["seconds"] * 1e6
-        for row in record.read_all("linear_cuda")["h200"]["rows"]
-        if row["quant_algo"] == "bfloat16" and tuple(row["shape"]) == shape_of(where)
+        for row in rows
+        if row["quant_algo"] == "bfloat16" and tuple(row["shape"]) == shape_of(LAYER)
     }
-    body = []
-    for tokens in (1, 16, 64, 256, 1024, 4096):
+    return _general(LAYER, (1, 16, 64, 256, 1024, 4096), plain)
+
+
+def general_experts() -> str:
+    """The same of a layer of experts, beside torch's grouped product."""
+    rows = record.read_all("moe_cuda")["h200"]["rows"]
+    wanted = ("bfloat16", MODEL, ALONE, UNIFORM)
+    names = ("quant_algo", "model", "neighbours", "routing")
+    plain = {
+        row["tokens"]: row["seconds"] * 1e6 for row in rows if tuple(row[name] for name in names) == wanted
+    }
+    return _general(MODEL, (1, 64, 512, 4096), plain)
+
+
+LAYER, MODEL = "28672x4096", "Qwen3-30B-A3B"
+
+
+def _general(where: str, counts: Sequence[int], plain: Mapping[int, float]) -> str:
+    times, body = fit.read(), []
+    for tokens in counts:
         cells = [fit.Cell("H200 SXM", layer, where, tokens) for layer in GENERAL]
         own = [times[cell][fit.chosen(cell, times[cell])] for cell in cells]
         body.append([str(tokens), *(f"{time:.0f}" for time in (plain[tokens], *own))])
@@ -227,7 +247,12 @@ def fill(page: str) -> str:
 
 def made(name: str) -> str:
     """The text that a marker's name stands for."""
-    tables = {"speed": speed, "general": general, "support": support.section}
+    tables = {
+        "speed": speed,
+        "general": general,
+        "general-experts": general_experts,
+        "support": support.section,
+    }
     return tables[name]() if name in tables else section(name)
 
 

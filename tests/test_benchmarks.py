@@ -209,7 +209,7 @@ def test_pages_are_what_results_make(tree: None) -> None:
         assert path.read_text(encoding="utf-8") == text, path.name
     assert set((ROOT / "docs" / "results").glob("*.svg")) <= set(files)
     written = {found[2] for text in files.values() for found in pages.MARKED.finditer(text)}
-    assert written == {*pages.SUBJECTS, "speed", "general", "support"}
+    assert written == {*pages.SUBJECTS, "speed", "general", "general-experts", "support"}
 
 
 def test_every_result_has_tables(tree: None) -> None:
@@ -241,6 +241,36 @@ def test_the_table_of_perplexities_is_what_was_measured(tree: None) -> None:
     assert shown == expected
 
 
+def test_the_tables_of_a_trained_model_are_what_was_measured(tree: None) -> None:
+    """Rows of the results in docs/numerics.md and docs/quantize.md, in the page's rounding."""
+    result = importlib.import_module("benchmarks.record").read(
+        ROOT / "benchmarks" / "results" / "minilm.jsonl"
+    )
+    page = (ROOT / "docs" / "numerics.md").read_text().split("\n## A trained model")[1].split("\n## ")[0]
+    shown = re.findall(r"^\| (float32|bfloat16) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
+    expected = []
+    for row in result["rows"]:
+        errors = [row[name] for name in ("moqext_error", "modelopt_error", "moqext_to_modelopt")]
+        cells = [*(f"{100 * error:.2g} %" for error in errors), f"{row['worst_layer']:.0e}"]
+        cells = [*(cells if any(errors) else [""] * 4), f"{row['partners']} of 32"]
+        expected.append((row["dtype"], row["weights"], " | ".join(cells)))
+    assert shown == expected
+    page = (ROOT / "docs" / "quantize.md").read_text().split("\n## A trained model")[1].split("\n## ")[0]
+    shown = re.findall(r"^\| (\w+)(?:, .*?)? \| (.* %.*?) *\|$", page, re.MULTILINE)
+    found = {(row["algorithm"], row["search"]): row for row in result["quantized"]}
+    expected = []
+    for algo, _ in shown:
+        row, cells = found[algo, None], []
+        for value in (row["weight_error"], row["error"]):
+            cells.append(f"{100 * value:.2g} %")
+        cells.append(row["same_tensors"])
+        searched = (found.get((algo, search)) for search in ("mse", "4over6"))
+        cells += [f"{100 * each['error']:.2g} %" if each else "" for each in searched]
+        expected.append((algo, re.sub(r" +", " ", " | ".join(cells)).rstrip(" |")))
+    assert [(algo, cells.rstrip(" |")) for algo, cells in shown] == expected
+    assert {algo for algo, _ in shown} == {algo for algo, _ in found} - {"W4A16_NVFP4", "W4A8_MXFP4_FP8"}
+
+
 def test_what_stands_between_markers_is_written_anew(tree: None) -> None:
     pages = importlib.import_module("benchmarks.pages")
     assert pages.fill("a\n<!-- speed -->\nold\n<!-- /speed -->\nb\n") == (
@@ -259,8 +289,12 @@ def test_a_subject_without_a_result_keeps_its_place(tree: None, monkeypatch: pyt
     results: dict[str, Any] = {}
     monkeypatch.setattr(pages.record, "read_all", lambda name: results)
     assert pages.fill(page) == page
-    case = {"case": "4096 × 4096", "quant_algo": "FP8", "tokens": 16, "kernel": "cuda:a"}
-    rows = [case | {"batch_invariant": fixed, "seconds": (5 + 3 * fixed) * 1e-6} for fixed in (False, True)]
+    case = {"quant_algo": "FP8", "tokens": 16, "kernel": "cuda:a"}
+    rows = [
+        case | {"case": name, "batch_invariant": fixed, "seconds": (5 + 3 * fixed) * 1e-6}
+        for name in ("4096 × 4096", "28672 × 4096")
+        for fixed in (False, True)
+    ]
     moqext = {"commit": "0123456789ab"}
     about = {"date": "2026-11-30T00:00+00:00", "gpu": "NVIDIA H200", "torch": "2.11.0", "moqext": moqext}
     results["h200"] = {"environment": about, "rows": rows}
