@@ -92,7 +92,7 @@ def general() -> str:
 
 
 def general_experts() -> str:
-    """The same of a layer of experts, beside torch's grouped product."""
+    """Microseconds of a layer of experts in other formats, beside torch's grouped product."""
     rows = record.read_all("moe_cuda")["h200"]["rows"]
     wanted = ("bfloat16", MODEL, ALONE, UNIFORM)
     names = ("quant_algo", "model", "neighbours", "routing")

@@ -241,6 +241,36 @@ def test_the_table_of_perplexities_is_what_was_measured(tree: None) -> None:
     assert shown == expected
 
 
+def test_the_costs_of_tensors_are_what_was_measured(tree: None) -> None:
+    """Numbers of docs/tensors.md that follow from the result; of five tensors, of a new result and of all."""
+    result = importlib.import_module("benchmarks.record").read(
+        ROOT / "benchmarks" / "results" / "host_cost.jsonl"
+    )
+    best = {row["case"]: row["best_us"] for row in result["rows"]}
+    page = (ROOT / "docs" / "tensors.md").read_text().split("\n## What it costs")[1].split("\n## ")[0]
+    empty = best["no-op, no tensors"]
+    each = {name: (best[f"no-op, 5 {name}"] - empty) / 5 for name in ("NumPy arrays", "torch tensors")}
+    given = {name: best[f"LinearMethod, {name}, out="] for name in ("NumPy", "torch")}
+    new = {name: best[f"LinearMethod, {name}, new result"] - time for name, time in given.items()}
+    for line in (
+        f"| an empty call | {1e3 * empty:.0f} ns |",
+        f"| a NumPy array, taken and released | {1e3 * each['NumPy arrays']:.0f} ns |",
+        f"| a PyTorch tensor (exchange API) | {1e3 * each['torch tensors']:.0f} ns, and ",
+        f"| a new NumPy array, a new PyTorch tensor | {new['NumPy']:.2f} µs, {new['torch']:.2f} µs |",
+        f"| {given['NumPy']:.2f} µs on NumPy arrays, {given['torch']:.2f} µs on PyTorch tensors and ",
+    ):
+        assert line in page
+
+
+def test_tokens_of_busy_servers_are_what_was_measured(tree: None) -> None:
+    """Numbers of docs/results/vllm.md, with 128 and 256 sequences."""
+    record = importlib.import_module("benchmarks.record")
+    page = (ROOT / "docs" / "results" / "vllm.md").read_text().split("* Busy servers")[1].split("\n\n")[0]
+    for benchmark in ("vllm-busy", "vllm-experts-busy"):
+        for row in record.read_all(benchmark)["h200"]["rows"]:
+            assert f"{row['decode']['128']:.0f} / {row['decode']['256']:.0f}" in page, row["name"]
+
+
 def test_the_tables_of_a_trained_model_are_what_was_measured(tree: None) -> None:
     """Rows of the results in docs/numerics.md and docs/quantize.md, in the page's rounding."""
     result = importlib.import_module("benchmarks.record").read(
