@@ -164,14 +164,14 @@ def measure(options: argparse.Namespace, rates: dict[str, float], rows: list[dic
         told = ", ".join(f"{what} {rate / 1e9:.2f}" for what, rate in rates.items())
         print(f"{total / 1e9:.2f} GB; {told} GB/s", flush=True)
         for algo in options.algos:
-            for where in ("disk", "cache") if options.cached else ("disk",):
+            for cache in ("cold", "warm") if options.cached else ("cold",):
                 for device in options.devices:
-                    if where == "disk":
+                    if cache == "cold":
                         forget(source)
-                    row = {"files": where, **quantize(source, out, algo, device)}
+                    row = {"cache": cache, **quantize(source, out, algo, device)}
                     rows.append(row)
                     print(
-                        f"{algo:26s} {device:5s} {where:5s} {row['seconds']:6.2f} s, "
+                        f"{algo:26s} {device:5s} {cache:5s} {row['seconds']:6.2f} s, "
                         f"{row['gb_per_second']:5.2f} GB/s; {row['wall_seconds']:6.2f} s in all, "
                         f"processor {row['processor_seconds']:6.2f} s, {row['memory_bytes'] / 1e6:,.0f} MB",
                         flush=True,
@@ -186,7 +186,7 @@ def write(options: argparse.Namespace, rates: dict[str, float], rows: list[dict[
         name = None
     facts = {f"{what}_bytes_per_second": rate for what, rate in rates.items()}
     where = "memory" if str(options.directory).startswith("/dev/shm") else "disk"
-    record.write("quantize_files", rows, options.json, device=name, directory=where, **facts)
+    record.write("quantize_files", rows, options.json, device=name, files=where, **facts)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ SUBJECTS: Mapping[str, Subject] = {
         ),
         shown=(
             Grid("quantize_weight_cuda", ("quant_algo", "search"), ("shape",), where={"search": ""}),
-            Grid("quantize_files", ("quant_algo", "files"), ("device",), FILES),
+            Grid("quantize_files", ("quant_algo", "cache"), ("device",), FILES),
         ),
     ),
     "batch-invariance": Subject(
