@@ -147,6 +147,25 @@ def test_rows_of_invariant_layers_are_compared(tmp_path: Path) -> None:
     assert (record["compared"], record["differ"], record["rows"]) == (21, [], [])  # times are of a GPU
 
 
+def test_files_are_quantized_cold_and_warm(
+    tree: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = importlib.import_module("benchmarks.quantize_files")
+    monkeypatch.setattr(files, "SHAPES", {"mlp.up_proj": (64, 32)})
+    path = tmp_path / "result.jsonl"
+    command = ["quantize_files", str(tmp_path), "--layers", "2", "--algos", "FP8", "--devices", "cpu"]
+    monkeypatch.setattr(sys, "argv", [*command, "--cached", "--json", str(path)])
+    files.main()
+    found = read(path)
+    rows = found["rows"]
+    assert [(row["cache"], row["device"], row["bytes_read"]) for row in rows] == [
+        ("cold", "cpu", 8192),
+        ("warm", "cpu", 8192),
+    ]
+    assert all(found[f"{what}_bytes_per_second"] > 0 for what in ("read", "cache", "write"))
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_cell_of_experts_that_is_wrong_leaves_what_came_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
