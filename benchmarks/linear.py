@@ -6,20 +6,23 @@ benchmarks/layers.py the data, benchmarks/peers the peers. Quantizing the activa
 
     python -m benchmarks.linear [--nvfp4] [--quick] [--part i/n] [--algo NAME ...] [--shapes NxK ...]
                                 [--tokens M ...] [--peers PART ...] [--kernels NAME ...] [--compiled]
-                                [--json FILE]
+                                [--no-sustained] [--seconds S] [--json FILE]
     MOQEXT_PDL=0 python -m benchmarks.linear --peers "no PDL" ...
     python -m benchmarks.linear --merge PART.jsonl ... --json FILE
 
 The second one measures moqext without dependent launch; merged with the first it is a column beside it.
 
 Results are kept as benchmarks/results/linear_cuda.*.jsonl, those of `--nvfp4` as nvfp4_cuda.*.jsonl: NVFP4
-weights as they are and multiplied as e4m3, beside them moqext's FP8 by token.
+weights as they are and multiplied as e4m3, beside them moqext's FP8 by token. `python -m benchmarks.merge`
+puts peers that were measured anew in the place of their old rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -299,6 +302,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", default=(), metavar="NAME", help="kernels of moqext to force")
     parser.add_argument("--compiled", action="store_true", help="also peers that torch.compile quantizes for")
     parser.add_argument("--no-sustained", action="store_true", help="leave the long runs out")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after so many")
     parser.add_argument("--seed", type=int, help="of the data; a fresh one is drawn and printed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="join results of parts")
@@ -350,29 +354,39 @@ def main() -> None:
     if options.merge:
         record.save(merge([record.read(path) for path in options.merge]), options.json)
         return
+    until = time.monotonic() + options.seconds
     os.environ.update(torch_linear.WORKSPACE)
     torch = import_module("torch")
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}")
     peers = choose_peers(options)
-    power = device.Power()
-    run = Run(torch, peers, device.measure_ceilings(torch), power, seed)
+    run = Run(torch, peers, device.measure_ceilings(torch), device.Power(), seed)
     for kind, ceilings in run.ceilings.items():
         bandwidth, rate = ceilings.bytes_per_second / 1e12, ceilings.flop_per_second / 1e12
         print(f"{kind}: {bandwidth:.3f} TB/s, {rate:.0f} Tflop/s")
-    for shape in part_of(options.shapes, options.part):
-        run.measure_shape(shape, sorted(options.tokens), sustained=not options.no_sustained)
+    try:
+        for shape in part_of(options.shapes, options.part):
+            if time.monotonic() < until:
+                run.measure_shape(shape, sorted(options.tokens), sustained=not options.no_sustained)
+            else:
+                print(f"{shape[0]}x{shape[1]}: no time was left", flush=True)
+    finally:  # where a shape fails, those before it are kept
+        finish(run, options.json)
+
+
+def finish(run: Run, path: Path | None) -> None:
+    """Says what beside cells a run came to and, if asked, writes it."""
     for row in run.host:
         print(f"host: {row['quant_algo']} {row['peer']}, {row['result']}: {row['seconds'] * 1e6:.2f} us")
     for row in run.skipped:
         print(f"left out: {row}")
-    if options.json:
+    if path:
         record.write(
             "linear_cuda",
             run.rows,
-            options.json,
-            environment=facts(torch, power),
-            seed=seed,
+            path,
+            environment=facts(run.torch, run.power),
+            seed=run.seed,
             ceilings={kind: asdict(ceilings) for kind, ceilings in run.ceilings.items()},
             host=run.host,
             skipped=run.skipped,

@@ -22,7 +22,7 @@ Each format's output is compared with float64 of what its codes mean, for a few 
 that of the same calls outside of a graph, bit for bit. Without a GPU (`--device cpu`) the comparison with
 float64 is all that is done.
 
-`python -m benchmarks.moe_merge` joins runs of some models and numbers of tokens each.
+`python -m benchmarks.merge` joins runs of some models and numbers of tokens each.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.pages
 
 A page has `<!-- NAME -->` and `<!-- /NAME -->` around what is written: the summary of a subject of
-`benchmarks.subjects`, or a table: of speed (`speed`), of formats without a subject (`general`), or of what
-ran where (`support`).
+`benchmarks.subjects`, or a table: of speed (`speed`), of formats without a subject (`general`,
+`general-experts`), or of what ran where (`support`). A subject without a result keeps what stands there.
 `python -m benchmarks.tables` prints the full tables.
 """
 
@@ -20,6 +20,8 @@ from benchmarks import badges, fit, pairs, record, support
 from benchmarks.goals import geomean
 from benchmarks.grid import table
 from benchmarks.layers import W4A16, shape_of
+from benchmarks.moe_layers import UNIFORM
+from benchmarks.neighbours import ALONE
 from benchmarks.pairs import RANGES, Pair, range_of
 from benchmarks.subjects import SUBJECTS, Subject
 
@@ -80,14 +82,32 @@ GENERAL = {
 
 def general() -> str:
     """Microseconds of the chosen kernels of one layer in other formats, beside bfloat16 of torch."""
-    times, where = fit.read(), "28672x4096"
+    rows = record.read_all("linear_cuda")["h200"]["rows"]
     plain = {
         row["tokens"]: row["seconds"] * 1e6
-        for row in record.read_all("linear_cuda")["h200"]["rows"]
-        if row["quant_algo"] == "bfloat16" and tuple(row["shape"]) == shape_of(where)
+        for row in rows
+        if row["quant_algo"] == "bfloat16" and tuple(row["shape"]) == shape_of(LAYER)
     }
-    body = []
-    for tokens in (1, 16, 64, 256, 1024, 4096):
+    return _general(LAYER, (1, 16, 64, 256, 1024, 4096), plain)
+
+
+def general_experts() -> str:
+    """Microseconds of a layer of experts in other formats, beside torch's grouped product."""
+    rows = record.read_all("moe_cuda")["h200"]["rows"]
+    wanted = ("bfloat16", MODEL, ALONE, UNIFORM)
+    names = ("quant_algo", "model", "neighbours", "routing")
+    plain = {
+        row["tokens"]: row["seconds"] * 1e6 for row in rows if tuple(row[name] for name in names) == wanted
+    }
+    return _general(MODEL, (1, 64, 512, 4096), plain)
+
+
+LAYER, MODEL = "28672x4096", "Qwen3-30B-A3B"
+
+
+def _general(where: str, counts: Sequence[int], plain: Mapping[int, float]) -> str:
+    times, body = fit.read(), []
+    for tokens in counts:
         cells = [fit.Cell("H200 SXM", layer, where, tokens) for layer in GENERAL]
         own = [times[cell][fit.chosen(cell, times[cell])] for cell in cells]
         body.append([str(tokens), *(f"{time:.0f}" for time in (plain[tokens], *own))])
@@ -162,9 +182,15 @@ def facts(subject: Subject) -> str:
             machine = about.get("gpu") or result.get("gpu") or result.get("device") or about["cpu"]
             found = {**about, **result}
             versions = [f"{name} {found[name]}" for name in VERSIONS if name in found]
-            when = [about["date"][:10], f"`{about['moqext']['commit'][:7]}`"]
+            runs = result.get("runs", [about])
+            dates, commits = (dict.fromkeys(each) for each in zip(*map(_when, runs), strict=True))
+            when = [", ".join(dates), ", ".join(f"`{commit}`" for commit in commits)]
             body.append([machine, *when, ", ".join([*versions, *_rates(result)]), f"`{benchmark}.{chip}`"])
     return table(["machine", "date", "commit", "with", "file in benchmarks/results"], body, 5)
+
+
+def _when(run: Mapping[str, Any]) -> tuple[str, str]:
+    return run["date"][:10], run["moqext"]["commit"][:7]
 
 
 VERSIONS = ("threads", "torch", "transformers", "vllm")
@@ -176,6 +202,9 @@ def _rates(result: Mapping[str, Any]) -> list[str]:
         copy = result["ceilings"]["fp8"]["bytes_per_second"] / 1e12
         products = [result["ceilings"][kind]["flop_per_second"] / 1e12 for kind in ("bfloat16", "fp8")]
         return [f"copies {copy:.2f} TB/s", f"products {products[0]:.0f} and {products[1]:.0f} Tflop/s"]
+    if "cache_bytes_per_second" in result:
+        rates = {what: result[f"{what}_bytes_per_second"] / 1e9 for what in ("read", "cache", "write")}
+        return [f"{what} {rate:.1f} GB/s" for what, rate in rates.items()]
     if "bytes_per_second" in result:
         return [f"memory {result['bytes_per_second'] / 1e9:.0f} GB/s"]
     if "copy_bytes_per_second" in result:
@@ -202,17 +231,28 @@ def section(name: str) -> str:
 
 
 def fill(page: str) -> str:
-    """The page with everything between markers as the results make it.
+    """The page with everything between markers as the results make it, where there are some.
 
     Raises:
         KeyError: Nothing has the name of a marker.
     """
-    return MARKED.sub(lambda found: f"{found[1]}\n{made(found[2])}\n\n{found[3]}", page)
+
+    def write(found: re.Match[str]) -> str:
+        if found[2] in SUBJECTS and not SUBJECTS[found[2]].measured:
+            return found[0]
+        return f"{found[1]}\n{made(found[2])}\n\n{found[3]}"
+
+    return MARKED.sub(write, page)
 
 
 def made(name: str) -> str:
     """The text that a marker's name stands for."""
-    tables = {"speed": speed, "general": general, "support": support.section}
+    tables = {
+        "speed": speed,
+        "general": general,
+        "general-experts": general_experts,
+        "support": support.section,
+    }
     return tables[name]() if name in tables else section(name)
 
 

@@ -23,6 +23,7 @@ TORCH = "torch bfloat16"
 ANY = "fastest other"
 PUBLIC = "public kernels"
 MARLIN = "Marlin and Humming, published"
+CHOSEN = "chosen by tokens"
 GGML = "llama.cpp"
 GGML_ALGO = "NVFP4 of llama.cpp"
 
@@ -239,6 +240,20 @@ def models() -> list[Pair]:
                     about = (chip, algo, case, row["tokens"], "Transformers, bfloat16")
                     own = 1 / row["tokens_per_second"]
                     pairs.append(Pair(*about, own, *min(others), f"{benchmark}.{chip}", rate=True))
+    return pairs
+
+
+def invariant() -> list[Pair]:
+    """Layers whose rows depend on no other, beside those that choose for each number of tokens."""
+    pairs = []
+    for chip, result in record.read_all("batch_invariance").items():
+        names = ("quant_algo", "case", "tokens")
+        times = {(row["batch_invariant"], *(row[name] for name in names)): row for row in result["rows"]}
+        for (fixed, *about), row in times.items():
+            if fixed:
+                usual = times[(False, *about)]
+                beside = (CHOSEN, row["seconds"], usual["seconds"], usual["kernel"])
+                pairs.append(Pair(chip, *about, *beside, f"batch_invariance.{chip}"))
     return pairs
 
 

@@ -4,9 +4,11 @@ The model is layers of a Llama of 8 billion weights in bfloat16. Before each run
 the system, so that they come from the disk below DIR (one in memory, as /dev/shm, shows what else limits).
 "read" takes them by as many threads as the device has, and does nothing with them; "write" is as many bytes
 as the codes of FP8. Seconds are those of reading, quantizing and writing, `wall_seconds` of the whole
-command, with the start of Python and of CUDA; memory is the most of the process at a time.
+command, with the start of Python and of CUDA; memory is the most of the process at a time. With `--cached`
+each run is made once more with its files in the cache.
 
-    python -m benchmarks.quantize_files DIR [--layers N] [--algos ALGO,...] [--devices cpu,cuda] [--json FILE]
+    python -m benchmarks.quantize_files DIR [--layers N] [--algos ALGO,...] [--devices cpu,cuda] [--cached]
+                                            [--json FILE]
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def make_model(directory: Path, layers: int) -> int:
     """Writes the model and returns its bytes."""
     directory.mkdir()
     rng = np.random.default_rng(1)
-    noise = (rng.standard_normal(1 << 25, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    noise = ((rng.standard_normal(1 << 25, np.float32) / 64).view(np.uint32) >> 16).astype(np.uint16)
     total = 0
     for first in range(0, layers, LAYERS_OF_A_FILE):
         numbers = range(first, min(first + LAYERS_OF_A_FILE, layers))
@@ -138,35 +140,53 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--algos", type=lambda text: text.split(","), default=list(ALGOS))
     parser.add_argument("--devices", type=lambda text: text.split(","), default=["cpu", "cuda"])
+    parser.add_argument("--cached", action="store_true", help="each run also from the cache of the system")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    rates: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    try:
+        measure(options, rates, rows)
+    finally:  # where a run fails or is stopped, those before it are kept
+        if options.json:
+            write(options, rates, rows)
+
+
+def measure(options: argparse.Namespace, rates: dict[str, float], rows: list[dict[str, Any]]) -> None:
+    """Makes the model and fills in rates and rows."""
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         source, out = Path(folder, "model"), Path(folder, "out")
         total = make_model(source, options.layers)
         forget(source)
-        rates = {"read": total / read_seconds(source)}
+        rates["read"] = total / read_seconds(source)
+        rates["cache"] = total / read_seconds(source)
         rates["write"] = total / 2 / write_seconds(Path(folder, "zeros"), total // 2)
-        print(f"{total / 1e9:.2f} GB; read {rates['read'] / 1e9:.2f}, write {rates['write'] / 1e9:.2f} GB/s")
-        rows = []
+        told = ", ".join(f"{what} {rate / 1e9:.2f}" for what, rate in rates.items())
+        print(f"{total / 1e9:.2f} GB; {told} GB/s", flush=True)
         for algo in options.algos:
-            for device in options.devices:
-                forget(source)
-                row = quantize(source, out, algo, device)
-                rows.append(row)
-                print(
-                    f"{algo:26s} {device:5s} {row['seconds']:6.2f} s, "
-                    f"{row['gb_per_second']:5.2f} GB/s; {row['wall_seconds']:6.2f} s in all, "
-                    f"processor {row['processor_seconds']:6.2f} s, {row['memory_bytes'] / 1e6:,.0f} MB",
-                    flush=True,
-                )
-    if options.json:
-        try:
-            name = _C.cuda_devices()[0]["name"]
-        except RuntimeError:
-            name = None
-        facts = {f"{what}_bytes_per_second": rate for what, rate in rates.items()}
-        where = "memory" if str(options.directory).startswith("/dev/shm") else "disk"
-        record.write("quantize_files", rows, options.json, device=name, files=where, **facts)
+            for cache in ("cold", "warm") if options.cached else ("cold",):
+                for device in options.devices:
+                    if cache == "cold":
+                        forget(source)
+                    row = {"cache": cache, **quantize(source, out, algo, device)}
+                    rows.append(row)
+                    print(
+                        f"{algo:26s} {device:5s} {cache:5s} {row['seconds']:6.2f} s, "
+                        f"{row['gb_per_second']:5.2f} GB/s; {row['wall_seconds']:6.2f} s in all, "
+                        f"processor {row['processor_seconds']:6.2f} s, {row['memory_bytes'] / 1e6:,.0f} MB",
+                        flush=True,
+                    )
+
+
+def write(options: argparse.Namespace, rates: dict[str, float], rows: list[dict[str, Any]]) -> None:
+    """Keeps the result, with the name of the device where there is one."""
+    try:
+        name = _C.cuda_devices()[0]["name"]
+    except RuntimeError:
+        name = None
+    facts = {f"{what}_bytes_per_second": rate for what, rate in rates.items()}
+    where = "memory" if str(options.directory).startswith("/dev/shm") else "disk"
+    record.write("quantize_files", rows, options.json, device=name, files=where, **facts)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,11 @@ class Subject:
     by_case: bool = False
     shown: Sequence[Grid] = ()
 
+    @property
+    def measured(self) -> bool:
+        """Whether there is a result of it."""
+        return any(record.read_all(benchmark) for benchmark in self.benchmarks)
+
     def tables(self) -> str:
         """Every table, of all machines."""
         head = [
@@ -212,8 +217,14 @@ SUBJECTS: Mapping[str, Subject] = {
         ),
         shown=(
             Grid("quantize_weight_cuda", ("quant_algo", "search"), ("shape",), where={"search": ""}),
-            Grid("quantize_files", ("quant_algo",), ("device",), FILES),
+            Grid("quantize_files", ("quant_algo", "cache"), ("device",), FILES),
         ),
+    ),
+    "batch-invariance": Subject(
+        ("batch_invariance",),
+        pairs.invariant,
+        (Grid("batch_invariance", ("case", "quant_algo", "batch_invariant"), ("tokens",)),),
+        by_case=True,
     ),
     "preparation": Subject(
         ("prepare_cuda",),

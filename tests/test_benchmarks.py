@@ -140,6 +140,32 @@ def test_experts_by_themselves_and_in_blocks(tmp_path: Path) -> None:
     assert record["rows"] == []  # times are of a GPU
 
 
+def test_rows_of_invariant_layers_are_compared(tmp_path: Path) -> None:
+    """The first and the last row of each: 4 linears and 3 layers of experts with 1 and 16 tokens."""
+    pytest.importorskip("torch")
+    record = run(tmp_path, "batch_invariance", "--tiny", "--device", "cpu")
+    assert (record["compared"], record["differ"], record["rows"]) == (21, [], [])  # times are of a GPU
+
+
+def test_files_are_quantized_cold_and_warm(
+    tree: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = importlib.import_module("benchmarks.quantize_files")
+    monkeypatch.setattr(files, "SHAPES", {"mlp.up_proj": (64, 32)})
+    path = tmp_path / "result.jsonl"
+    command = ["quantize_files", str(tmp_path), "--layers", "2", "--algos", "FP8", "--devices", "cpu"]
+    monkeypatch.setattr(sys, "argv", [*command, "--cached", "--json", str(path)])
+    files.main()
+    found = read(path)
+    rows = found["rows"]
+    assert [(row["cache"], row["device"], row["bytes_read"]) for row in rows] == [
+        ("cold", "cpu", 8192),
+        ("warm", "cpu", 8192),
+    ]
+    assert all(found[f"{what}_bytes_per_second"] > 0 for what in ("read", "cache", "write"))
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_cell_of_experts_that_is_wrong_leaves_what_came_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,14 +228,14 @@ def test_pages_are_what_results_make(tree: None) -> None:
         assert path.read_text(encoding="utf-8") == text, path.name
     assert set((ROOT / "docs" / "results").glob("*.svg")) <= set(files)
     written = {found[2] for text in files.values() for found in pages.MARKED.finditer(text)}
-    assert written == {*pages.SUBJECTS, "speed", "general", "support"}
+    assert written == {*pages.SUBJECTS, "speed", "general", "general-experts", "support"}
 
 
 def test_every_result_has_tables(tree: None) -> None:
     """Each subject prints, and every file of times is one of a subject's."""
     subjects = importlib.import_module("benchmarks.subjects").SUBJECTS
     for name, subject in subjects.items():
-        assert len(subject.tables().splitlines()) > 10, name
+        assert not subject.measured or len(subject.tables().splitlines()) > 10, name
     told = {benchmark for subject in subjects.values() for benchmark in subject.benchmarks}
     kept = {path.name.split(".")[0] for path in (ROOT / "benchmarks" / "results").iterdir()}
     assert kept - told == {
@@ -234,6 +260,66 @@ def test_the_table_of_perplexities_is_what_was_measured(tree: None) -> None:
     assert shown == expected
 
 
+def test_the_costs_of_tensors_are_what_was_measured(tree: None) -> None:
+    """Numbers of docs/tensors.md that follow from the result; of five tensors, of a new result and of all."""
+    result = importlib.import_module("benchmarks.record").read(
+        ROOT / "benchmarks" / "results" / "host_cost.jsonl"
+    )
+    best = {row["case"]: row["best_us"] for row in result["rows"]}
+    page = (ROOT / "docs" / "tensors.md").read_text().split("\n## What it costs")[1].split("\n## ")[0]
+    empty = best["no-op, no tensors"]
+    each = {name: (best[f"no-op, 5 {name}"] - empty) / 5 for name in ("NumPy arrays", "torch tensors")}
+    given = {name: best[f"LinearMethod, {name}, out="] for name in ("NumPy", "torch")}
+    new = {name: best[f"LinearMethod, {name}, new result"] - time for name, time in given.items()}
+    for line in (
+        f"| an empty call | {1e3 * empty:.0f} ns |",
+        f"| a NumPy array, taken and released | {1e3 * each['NumPy arrays']:.0f} ns |",
+        f"| a PyTorch tensor (exchange API) | {1e3 * each['torch tensors']:.0f} ns, and ",
+        f"| a new NumPy array, a new PyTorch tensor | {new['NumPy']:.2f} µs, {new['torch']:.2f} µs |",
+        f"| {given['NumPy']:.2f} µs on NumPy arrays, {given['torch']:.2f} µs on PyTorch tensors and ",
+    ):
+        assert line in page
+
+
+def test_tokens_of_busy_servers_are_what_was_measured(tree: None) -> None:
+    """Numbers of docs/results/vllm.md, with 128 and 256 sequences."""
+    record = importlib.import_module("benchmarks.record")
+    page = (ROOT / "docs" / "results" / "vllm.md").read_text().split("* Busy servers")[1].split("\n\n")[0]
+    for benchmark in ("vllm-busy", "vllm-experts-busy"):
+        for row in record.read_all(benchmark)["h200"]["rows"]:
+            assert f"{row['decode']['128']:.0f} / {row['decode']['256']:.0f}" in page, row["name"]
+
+
+def test_the_tables_of_a_trained_model_are_what_was_measured(tree: None) -> None:
+    """Rows of the results in docs/numerics.md and docs/quantize.md, in the page's rounding."""
+    result = importlib.import_module("benchmarks.record").read(
+        ROOT / "benchmarks" / "results" / "minilm.jsonl"
+    )
+    page = (ROOT / "docs" / "numerics.md").read_text().split("\n## A trained model")[1].split("\n## ")[0]
+    shown = re.findall(r"^\| (float32|bfloat16) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
+    expected = []
+    for row in result["rows"]:
+        errors = [row[name] for name in ("moqext_error", "modelopt_error", "moqext_to_modelopt")]
+        cells = [*(f"{100 * error:.2g} %" for error in errors), f"{row['worst_layer']:.0e}"]
+        cells = [*(cells if any(errors) else [""] * 4), f"{row['partners']} of 32"]
+        expected.append((row["dtype"], row["weights"], " | ".join(cells)))
+    assert shown == expected
+    page = (ROOT / "docs" / "quantize.md").read_text().split("\n## A trained model")[1].split("\n## ")[0]
+    shown = re.findall(r"^\| (\w+)(?:, .*?)? \| (.* %.*?) *\|$", page, re.MULTILINE)
+    found = {(row["algorithm"], row["search"]): row for row in result["quantized"]}
+    expected = []
+    for algo, _ in shown:
+        row, cells = found[algo, None], []
+        for value in (row["weight_error"], row["error"]):
+            cells.append(f"{100 * value:.2g} %")
+        cells.append(row["same_tensors"])
+        searched = (found.get((algo, search)) for search in ("mse", "4over6"))
+        cells += [f"{100 * each['error']:.2g} %" if each else "" for each in searched]
+        expected.append((algo, re.sub(r" +", " ", " | ".join(cells)).rstrip(" |")))
+    assert [(algo, cells.rstrip(" |")) for algo, cells in shown] == expected
+    assert {algo for algo, _ in shown} == {algo for algo, _ in found} - {"W4A16_NVFP4", "W4A8_MXFP4_FP8"}
+
+
 def test_what_stands_between_markers_is_written_anew(tree: None) -> None:
     pages = importlib.import_module("benchmarks.pages")
     assert pages.fill("a\n<!-- speed -->\nold\n<!-- /speed -->\nb\n") == (
@@ -243,6 +329,28 @@ def test_what_stands_between_markers_is_written_anew(tree: None) -> None:
     assert len(pages.speed().splitlines()) == 7
     with pytest.raises(KeyError):
         pages.fill("<!-- nobody -->\n<!-- /nobody -->")
+
+
+def test_a_subject_without_a_result_keeps_its_place(tree: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is written from the first result that there is."""
+    pages = importlib.import_module("benchmarks.pages")
+    page = "<!-- batch-invariance -->\nby hand\n<!-- /batch-invariance -->\n"
+    results: dict[str, Any] = {}
+    monkeypatch.setattr(pages.record, "read_all", lambda name: results)
+    assert pages.fill(page) == page
+    case = {"quant_algo": "FP8", "tokens": 16, "kernel": "cuda:a"}
+    rows = [
+        case | {"case": name, "batch_invariant": fixed, "seconds": (5 + 3 * fixed) * 1e-6}
+        for name in ("4096 × 4096", "28672 × 4096")
+        for fixed in (False, True)
+    ]
+    moqext = {"commit": "0123456789ab"}
+    about = {"date": "2026-11-30T00:00+00:00", "gpu": "NVIDIA H200", "torch": "2.11.0", "moqext": moqext}
+    results["h200"] = {"environment": about, "rows": rows}
+    written = pages.fill(page)
+    assert "by hand" not in written
+    assert "| NVIDIA H200 | 2026-11-30 | `0123456` | torch 2.11.0 | `batch_invariance.h200` |" in written
+    assert "| H200 | FP8 | 4096 × 4096 | chosen by tokens | 8.00 µs, 0.62× |" in written
 
 
 def test_a_summary(tree: None) -> None:
@@ -397,7 +505,7 @@ def test_experts_without_a_gate(tree: None, quant_algo: str | None) -> None:
 
 def test_slices_of_experts_are_joined(tree: None) -> None:
     """Later rows take the place of the same ones, and know the run that they are of."""
-    module = importlib.import_module("benchmarks.moe_merge")
+    module = importlib.import_module("benchmarks.merge")
 
     def result(date: str, models: dict[str, Any], cells: list[tuple[str, int, float]]) -> dict[str, Any]:
         rows = [

@@ -323,6 +323,33 @@ def test_parts_are_joined_over_the_best_ceilings(linear: Any) -> None:
         linear.merge([first, record([], driver="2")])
 
 
+def test_a_shape_that_fails_leaves_what_came_before(
+    linear: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes go from large to small, and none begins when the seconds are over."""
+    pytest.importorskip("torch")
+
+    def measure(run: Any, shape: tuple[int, int], tokens: Any, *, sustained: bool) -> None:
+        if run.rows:
+            raise RuntimeError("no memory")
+        run.rows.append({"shape": list(shape)})
+
+    monkeypatch.setattr(linear.device, "measure_ceilings", lambda torch: {"fp8": Ceilings(1e12, 1e15)})
+    monkeypatch.setattr(linear, "choose_peers", lambda options: [])
+    monkeypatch.setattr(linear, "facts", lambda torch, power: {"gpu": "GPU"})
+    monkeypatch.setattr(linear.torch_linear, "WORKSPACE", {})
+    monkeypatch.setattr(linear.Run, "measure_shape", measure)
+    path = tmp_path / "result.jsonl"
+    command = ["linear", "--shapes", "4x4", "8x8", "--json", str(path)]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(RuntimeError, match="no memory"):
+        linear.main()
+    assert linear.record.read(path)["rows"] == [{"shape": [8, 8]}]
+    monkeypatch.setattr("sys.argv", [*command, "--seconds", "0"])
+    linear.main()
+    assert linear.record.read(path)["rows"] == []
+
+
 def test_a_time_limit_is_a_start_and_the_floor(goals: Any) -> None:
     assert goals.time_limit(1, 9.7e-6) == pytest.approx(11.6e-6)
     assert goals.time_limit(16, 9.7e-6) == goals.time_limit(1, 9.7e-6)

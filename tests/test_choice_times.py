@@ -25,14 +25,32 @@ def times(fit: Any) -> Any:
     return fit.read()
 
 
-def test_choices_are_the_fastest_that_were_measured(fit: Any, times: Any) -> None:
+@pytest.fixture(scope="module")
+def losses(fit: Any, times: Any) -> Any:
+    return fit.losses(times)
+
+
+def test_choices_are_the_fastest_that_were_measured(losses: Any) -> None:
     """1 % is lost in the mean of a chip, an operation and a format at most, and 10 % in a cell."""
-    found = fit.losses(times)
-    assert len(found) == 25
-    assert {chip for chip, _, _ in found} == {"H200 SXM", "H100 SXM"}
-    assert {which: mean(lost.values()) for which, lost in found.items() if mean(lost.values()) > 0.01} == {}
-    worst = {cell: loss for lost in found.values() for cell, loss in lost.items() if loss > 0.1}
+    assert len(losses) == 25
+    assert {chip for chip, _, _ in losses} == {"H200 SXM", "H100 SXM"}
+    assert {which: mean(lost.values()) for which, lost in losses.items() if mean(lost.values()) > 0.01} == {}
+    worst = {cell: loss for lost in losses.values() for cell, loss in lost.items() if loss > 0.1}
     assert worst == {}
+
+
+def test_the_page_says_what_is_lost(losses: Any) -> None:
+    """A line of docs/lab/choice.md for each decision, as `python -m benchmarks.fit --losses` has it."""
+    page = (ROOT / "docs" / "lab" / "choice.md").read_text()
+    shown = re.findall(r"^\| (H[0-9]+ SXM) \| (\w+), (.*?) \| (.*) \|$", page, re.MULTILINE)
+    expected = []
+    for (chip, what, layer), lost in losses.items():
+        at, most = max(lost.items(), key=lambda item: item[1])
+        cells = f"{len(lost)} | {100 * mean(lost.values()):.2f} % | {100 * most:.1f} %"
+        tokens = f"{at.tokens} token{'s' * (at.tokens > 1)}"
+        place = at.where.replace("x", " x ") if what == "linear" else at.where
+        expected.append((chip, what, layer.replace(",", ", "), f"{cells} ({place}, {tokens})"))
+    assert sorted(shown) == sorted(expected)
 
 
 def test_what_a_plan_takes_was_measured(fit: Any, times: Any) -> None:

@@ -1,6 +1,6 @@
-"""Joins results of `benchmarks.moe` that were measured in slices: some models, some numbers of tokens each.
+"""Joins results of `benchmarks.moe` or `benchmarks.linear` that were measured in slices or anew.
 
-    python -m benchmarks.moe_merge benchmarks/results/moe_cuda.h200.jsonl SLICE.jsonl ...
+    python -m benchmarks.merge benchmarks/results/moe_cuda.h200.jsonl SLICE.jsonl ...
 
 A later file's rows take the place of the same ones of an earlier one. Floors are those of the run that a row
 was measured in, whose number in "runs" it has; the result has the environment and the ceilings of the last
@@ -17,12 +17,12 @@ from typing import Any
 from benchmarks import record
 
 KEYS = {
-    "rows": ("model", "tokens", "routing", "quant_algo", "neighbours", "policy"),
+    "rows": ("model", "shape", "tokens", "routing", "quant_algo", "neighbours", "policy", "peer", "protocol"),
     "checks": ("model", "tokens", "routing", "quant_algo", "neighbours"),
-    "host": ("model", "tokens", "quant_algo"),
-    "skipped": ("model", "quant_algo"),
+    "host": ("model", "tokens", "quant_algo", "peer", "result"),
+    "skipped": ("model", "shape", "tokens", "quant_algo", "peer"),
 }
-"""Names whose values tell the entries of each list apart."""
+"""Names whose values tell the entries of each list apart; an entry has those of its benchmark."""
 
 Result = Mapping[str, Any]
 
@@ -40,36 +40,47 @@ def merge(results: Sequence[Result]) -> dict[str, Any]:
     """One result of several, in the order in which they were measured.
 
     Raises:
-        ValueError: they are of different chips, or a model has other sizes in one of them.
+        ValueError: they are of different benchmarks or chips, or a model has other sizes in one of them.
     """
+    kinds = {result["benchmark"] for result in results}
+    if len(kinds) != 1:
+        raise ValueError(f"expected results of one benchmark, got {', '.join(sorted(kinds))}")
     chips = {result["environment"]["gpu"] for result in results}
     if len(chips) != 1:
         raise ValueError(f"expected results of one chip, got {', '.join(sorted(chips))}")
     models: dict[str, Any] = {}
     runs: list[dict[str, Any]] = []
-    lists: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {name: {} for name in KEYS}
+    lists: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {
+        name: {} for name in KEYS if any(name in result for result in results)
+    }
     for result in results:
-        for name, sizes in result["models"].items():
+        for name, sizes in result.get("models", {}).items():
             if models.setdefault(name, sizes) != sizes:
                 raise ValueError(f"{name}: expected the sizes {models[name]}, got {sizes}")
         first = len(runs)
         runs += runs_of(result)
-        for name, keys in KEYS.items():
-            for entry in result[name]:
+        for name, entries in lists.items():
+            for entry in result.get(name, []):
                 run = first + entry.get("run", 0)
-                lists[name][tuple(entry.get(key) for key in keys)] = {**entry, "run": run}
-    joined = {name: _in_order(list(models), list(entries.values())) for name, entries in lists.items()}
+                entries[tuple(str(entry.get(key)) for key in KEYS[name])] = {**entry, "run": run}
+    joined = {name: _in_order(list(entries.values())) for name, entries in lists.items()}
     used = sorted({entry["run"] for entries in joined.values() for entry in entries})
     for entry in (entry for entries in joined.values() for entry in entries):
         entry["run"] = used.index(entry["run"])
     last = results[-1]
     kept = {name: last[name] for name in ("benchmark", "environment", "seed", "ceilings")}
-    return {**kept, "models": models, "runs": [runs[number] for number in used], **joined}
+    kept |= {"models": models} if models else {}
+    return {**kept, "runs": [runs[number] for number in used], **joined}
 
 
-def _in_order(models: list[str], entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By model, then by tokens; the rest as measured."""
-    return sorted(entries, key=lambda entry: (models.index(entry["model"]), entry.get("tokens", 0)))
+def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By model or shape, then by tokens; the rest as measured."""
+    places = list(dict.fromkeys(map(_place, entries)))
+    return sorted(entries, key=lambda entry: (places.index(_place(entry)), entry.get("tokens") or 0))
+
+
+def _place(entry: Result) -> str:
+    return str(entry.get("model") or entry.get("shape"))
 
 
 def main() -> None:
@@ -81,7 +92,7 @@ def main() -> None:
     paths = [options.output, *options.slices] if options.output.exists() else options.slices
     merged = merge([record.read(path) for path in paths])
     record.save(merged, options.output)
-    print(f"{len(merged['rows'])} rows of {len(merged['runs'])} runs, {', '.join(merged['models'])}")
+    print(f"{len(merged['rows'])} rows of {len(merged['runs'])} runs")
 
 
 if __name__ == "__main__":
