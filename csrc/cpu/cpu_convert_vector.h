@@ -13,6 +13,7 @@
 
 #include <float.h>
 #include <math.h>
+#include <stdbool.h>
 #include <string.h>
 
 #define BLOCK     (4 * LANES)
@@ -324,8 +325,22 @@ INLINE vec_i larger_of(moq_dtype dtype, vec_i a, vec_i b) {
     return dtype == MOQ_DT_F32 ? V(max_epu32)(a, b) : V(max_epu16)(a, b);
 }
 
+/* The largest magnitude of whole vectors of 128 bits. */
+INLINE uint32_t amax_of_narrow(moq_dtype dtype, const void *src, int64_t n) {
+    bool wide = dtype == MOQ_DT_F32;
+    __m128i mask = wide ? _mm_set1_epi32(0x7fffffff) : _mm_set1_epi16(0x7fff);
+    __m128i most = _mm_setzero_si128();
+    for (int64_t i = 0; i < n; i += wide ? 4 : 8) {
+        __m128i x = _mm_and_si128(_mm_loadu_si128(element(dtype, src, i)), mask);
+        most = wide ? _mm_max_epu32(most, x) : _mm_max_epu16(most, x);
+    }
+    return wide ? largest_32(most) : largest_16(most);
+}
+
 INLINE float amax_from(moq_dtype dtype, const void *src, int64_t n) {
     int64_t step = dtype == MOQ_DT_F32 ? LANES : 2 * LANES, i = 0;
+    if (n < 4 * step && n % 8 == 0)
+        return number(dtype, amax_of_narrow(dtype, src, n));
     vec_i mask = dtype == MOQ_DT_F32 ? MAGNITUDE : V(set1_epi16)(0x7fff);
     vec_i most[4] = {V_BITS(setzero)(), V_BITS(setzero)(), V_BITS(setzero)(), V_BITS(setzero)()};
     for (; i + 4 * step <= n; i += 4 * step) {

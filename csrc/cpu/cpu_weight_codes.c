@@ -19,6 +19,8 @@
 /* Values that are worth a member of a team, and what one takes, roughly. */
 #define THREAD_SHARE 8192
 #define NANOSECONDS  2.0
+/* Values with a scale from which on vectors of every level divide them. */
+#define WIDE_GROUP 128
 
 typedef struct {
     const moq_weight_codes *w;
@@ -96,12 +98,27 @@ static int64_t code_bytes(const moq_weight_codes *w, int64_t n) {
     return w->code_dtype == MOQ_DT_E2M1X2 ? n / 2 : n;
 }
 
+static uint8_t *codes_of(const moq_weight_codes *w, int64_t row) {
+    return (uint8_t *)w->codes + code_bytes(w, row * w->columns);
+}
+
+/* True where quotients are e4m3 codes at once: no scale below amax / 448 was tried. A narrower
+ * group would be done value by value. */
+static bool divides_to_e4m3(const moq_weight_codes *w) {
+    return w->code_dtype == MOQ_DT_E4M3 && !w->rounds && w->search == MOQ_SEARCH_NONE &&
+           w->group >= WIDE_GROUP;
+}
+
 static void write_row(const job *j, int64_t row, const float *step) {
     const moq_weight_codes *w = j->w;
     const char *from = row_of(w, row);
-    uint8_t *codes = (uint8_t *)w->codes + code_bytes(w, row * w->columns);
+    uint8_t *codes = codes_of(w, row);
     const int64_t piece = piece_of(w);
     float values[PIECE];
+    if (divides_to_e4m3(w)) {
+        j->kernels->divide_e4m3(w->dtype, from, w->columns, w->group, step, codes);
+        return;
+    }
     for (int64_t at = 0; at < w->columns; at += piece) {
         int64_t n = w->columns - at < piece ? w->columns - at : piece;
         j->kernels->decode(w->dtype, from + (size_t)at * moq_dtype_size(w->dtype), n, values);
@@ -263,10 +280,47 @@ static void search(const job *j, const band *b) {
     }
 }
 
+/* ---- NVFP4 ---- */
+
+static bool is_nvfp4(const moq_weight_codes *w) {
+    return w->code_dtype == MOQ_DT_E2M1X2 && w->scale_dtype == MOQ_DT_E4M3 &&
+           w->group == MOQ_NVFP4_GROUP && w->search == MOQ_SEARCH_NONE;
+}
+
+/* Counters as wide as values let the compiler make vectors. */
+static bool has_negative_zero(moq_dtype dtype, const void *values, int64_t n) {
+    const uint32_t *wide = values;
+    const uint16_t *narrow = values;
+    uint32_t in_wide = 0;
+    uint16_t in_narrow = 0;
+    if (dtype == MOQ_DT_F32)
+        for (int64_t i = 0; i < n; i++)
+            in_wide |= wide[i] == 0x80000000u;
+    else
+        for (int64_t i = 0; i < n; i++)
+            in_narrow |= narrow[i] == 0x8000u;
+    return in_wide | in_narrow;
+}
+
+/* Writes a row by the kernel of activations. Their formula is that of weights, but for blocks whose
+ * scale would be zero and for the sign of zeros: returns false for a row with either. */
+static bool write_as_activations(const job *j, int64_t row) {
+    const moq_weight_codes *w = j->w;
+    const char *from = row_of(w, row);
+    int64_t count = w->columns / w->group;
+    uint8_t *scales = (uint8_t *)w->scales + row * count;
+    if (has_negative_zero(w->dtype, from, w->columns))
+        return false;
+    j->kernels->nvfp4(w->dtype, from, w->columns, w->second, codes_of(w, row), scales);
+    return !memchr(scales, 0, (size_t)count);
+}
+
 /* ---- all of it ---- */
 
 static void write_band(const job *j, int64_t index, const band *b) {
     const moq_weight_codes *w = j->w;
+    if (is_nvfp4(w) && write_as_activations(j, b->first))
+        return;
     find_amax(j, b);
     for (int64_t g = 0; g < b->count; g++)
         b->step[g] = first_step(w, b->amax[g], &b->code[g]);
