@@ -18,7 +18,7 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from moqext import CheckpointError, MoEMethod, UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
 from moqext_sglang.hand_back import compute_of, or_sglang
-from moqext_sglang.loading import BLOCK, in_shape
+from moqext_sglang.loading import columns_of_a_scale, in_shape
 from moqext_sglang.prepared import prepare, restore, settle
 from moqext_torch.exchange import NAMED, as_bytes
 from moqext_torch.moe_op import ROLES, Description, find_moe_method
@@ -120,8 +120,7 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
 
     def _refuse_cuts(self, layer: Any, rows: int) -> None:
         """Raises where ranks would share what has one scale."""
-        scales = ALGORITHMS[self.quant_algo].scales
-        size = {"groups": self.group_size or 16, "blocks": BLOCK}.get(scales or "", 1)
+        size = columns_of_a_scale(self.quant_algo, self.group_size)
         if layer.moe_tp_size > 1 and rows % size:
             raise UnsupportedQuantization(
                 f"{self.prefix}: {rows} of {rows * layer.moe_tp_size} rows on each of {layer.moe_tp_size} "

@@ -61,11 +61,12 @@ def reason_of_algorithm(quant_algo: str, compute: str) -> Reason | None:
 
 def _misreads(quant_algo: str, capability: tuple[int, int] | None) -> bool:
     """Whether SGLang would take layers for others on a GPU, or has no kernels of them there."""
-    if capability is None or ALGORITHMS[quant_algo].codes not in ("e4m3", "e2m1"):
+    codes = ALGORITHMS[quant_algo].codes
+    if capability is None or codes is None:
         return False
-    return quant_algo in TAKEN_FOR_OTHERS or (
-        ALGORITHMS[quant_algo].codes == "e4m3" and capability < FP8_CAPABILITY
-    )
+    if quant_algo in TAKEN_FOR_OTHERS or codes in ("int4", "int8"):
+        return True
+    return codes == "e4m3" and capability < FP8_CAPABILITY
 
 
 def compute_of(quant_algo: str, compute: str) -> str:

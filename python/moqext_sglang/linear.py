@@ -9,7 +9,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from moqext import CheckpointError, LinearMethod, UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
 from moqext_sglang.hand_back import compute_of, or_sglang
-from moqext_sglang.loading import BLOCK, Slots
+from moqext_sglang.loading import BLOCK, Slots, columns_of_a_scale
 from moqext_sglang.prepared import prepare, restore, settle
 from moqext_torch.op import ROLES, find_method, is_plain_call
 
@@ -64,7 +64,7 @@ class MoqextLinearMethod(LinearMethodBase):
             )
         except (UnsupportedQuantization, ValueError) as error:
             raise UnsupportedQuantization(f"{self.prefix}: {error}") from None
-        self.slots = Slots(self.prefix, output_partition_sizes)
+        self.slots = Slots(self.prefix, self.quant_algo, output_partition_sizes)
         load = self._loader(layer, extra_weight_attrs["weight_loader"])
         for role, spec in self.method.checkpoint_params.items():
             layer.register_parameter(role, self.slots.parameter(role, spec, load))
@@ -104,14 +104,13 @@ class MoqextLinearMethod(LinearMethodBase):
 
     def _refuse_cuts(self, columns: int, rows: list[int], all_columns: int, all_rows: int) -> None:
         """Raises where ranks would share what has one scale."""
-        scales = ALGORITHMS[self.quant_algo].scales
-        size = {"groups": self.group_size or 16, "blocks": BLOCK}.get(scales or "", 1)
+        size = columns_of_a_scale(self.quant_algo, self.group_size)
         if columns != all_columns and columns % size:
             raise UnsupportedQuantization(
                 f"{self.prefix}: {all_columns} columns on {all_columns // columns} ranks are {columns} each, "
                 f"which is no multiple of the {size} that share a scale"
             )
-        if scales == "blocks" and sum(rows) != all_rows:
+        if ALGORITHMS[self.quant_algo].scales == "blocks" and sum(rows) != all_rows:
             for part in rows:
                 if part % BLOCK:
                     raise UnsupportedQuantization(

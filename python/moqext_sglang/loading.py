@@ -13,11 +13,13 @@ from sglang.srt.layers.parameter import (
     ChannelQuantScaleParameter,
     GroupQuantScaleParameter,
     ModelWeightParameter,
+    PackedvLLMParameter,
     PerTensorScaleParameter,
     RowvLLMParameter,
 )
 
 from moqext import CheckpointError, ParamSpec
+from moqext.algorithms import ALGORITHMS
 from moqext_torch.exchange import NAMED, as_bytes
 
 _PARTS = {"q": 0, "k": 1, "v": 2}
@@ -55,16 +57,24 @@ class BlockScales(ModelWeightParameter):
         return where | {"shard_size": size, "shard_offset": offset}
 
 
+def columns_of_a_scale(quant_algo: str, group_size: int | None) -> int:
+    """How many columns of a row share a scale of the weight, where neighbours may have another; else 1."""
+    usual = ALGORITHMS[quant_algo].group_size
+    return 1 if usual is None else group_size or usual
+
+
 class Slots:
     """Which tensors of a checkpoint a linear has been given.
 
     Args:
         prefix: name of the layer.
+        quant_algo: of the layer.
         rows: of each layer that is fused in it.
     """
 
-    def __init__(self, prefix: str, rows: Sequence[int]) -> None:
+    def __init__(self, prefix: str, quant_algo: str, rows: Sequence[int]) -> None:
         self.prefix = prefix
+        self.facts = ALGORITHMS[quant_algo]
         self.rows = list(rows)
         self.parts = len(rows)
         self._filled: dict[str, set[int]] = {}
@@ -81,19 +91,22 @@ class Slots:
         data = torch.empty(spec.shape, dtype=NAMED[spec.dtype])
         self._filled[role] = set()
         filling = self._loader(role, load)
+        matrix: dict[str, Any] = {"input_dim": 1, "output_dim": 0, "weight_loader": filling}
+        if role == "weight" and self.facts.codes == "int4":
+            return PackedvLLMParameter(data=data, packed_factor=2, packed_dim=0, **matrix)
         if role == "weight":
-            return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=filling)
+            return ModelWeightParameter(data=data, **matrix)
         if role == "pre_quant_scale":
             return RowvLLMParameter(data=data, input_dim=0, weight_loader=filling)
-        if role != "weight_scale" or spec.shape == (self.parts,):
+        if role != "weight_scale" or self.facts.scales == "tensor":
             scale: Any = PerTensorScaleParameter(data=data, weight_loader=filling)
             scale.needs_scalar_to_array = True
             return scale
-        if len(spec.shape) == 1:
+        if self.facts.scales == "rows":
             return ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=filling)
-        if spec.dtype == "float32":
-            return BlockScales(data, self.rows, input_dim=1, output_dim=0, weight_loader=filling)
-        return GroupQuantScaleParameter(data=data, input_dim=1, output_dim=0, weight_loader=filling)
+        if self.facts.scales == "blocks":
+            return BlockScales(data, self.rows, **matrix)
+        return GroupQuantScaleParameter(data=data, **matrix)
 
     def _loader(self, role: str, load: Callable[..., Any]) -> Callable[..., None]:
         def fill(param: Any, loaded: torch.Tensor, *shard: Any, **named: Any) -> None:

@@ -75,8 +75,6 @@ def reason_to_step_aside(
         return Reason("moqext does not load low-rank pairs here", runs=False)
     is_mxfp8 = (facts.codes, facts.scale_dtype) == ("e4m3", "float8_e8m0fnu")
     folds = is_mxfp8 and compute in ("auto", "fp8") and capability is not None and capability[0] == 9
-    if facts.codes in ("int4", "int8"):
-        return Reason("moqext does not load it here", runs=False)
     if is_mxfp8 and not folds:
         return Reason("it is not known to be faster in moqext", runs=True)
     if capability is None:

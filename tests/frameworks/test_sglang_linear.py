@@ -11,18 +11,21 @@ stand_in()
 
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: E402
 
-from moqext import CheckpointError, LinearMethod, UnsupportedQuantization  # noqa: E402
+from moqext import CheckpointError, UnsupportedQuantization  # noqa: E402
 from moqext.ops import pack_nvfp4, unpack_nvfp4  # noqa: E402
 from moqext_sglang import linear, register  # noqa: E402
 from moqext_sglang.linear import MoqextLinearMethod  # noqa: E402
 from moqext_torch.op import find_method  # noqa: E402
 
+from ..linear_cases import random_case  # noqa: E402
 from . import sglang_cases as cases  # noqa: E402
 from . import torch_cases  # noqa: E402
 from .sglang_cases import config_for, cut, linear_of, load_linear, one_of_two, torch  # noqa: E402
-from .torch_cases import ALGOS, case_of, tensors_of  # noqa: E402
+from .torch_cases import case_of, tensors_of  # noqa: E402
 
 pytestmark = pytest.mark.sglang
+INTEGERS = ("W4A16_AWQ", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL", "W8A16")
+ALGOS = (*torch_cases.ALGOS, *INTEGERS)
 KINDS = {
     "replicated": (256,),
     "column": (256,),
@@ -47,7 +50,7 @@ def random_x(rng, device):
 
 def alone(case, x):
     """Makes the layer by LinearMethod alone, and its prepared tensors."""
-    method = LinearMethod(case.algo, case.in_features, case.out_partitions, dtype=x.dtype, device=x.device)
+    method = case.method(dtype=x.dtype, device=x.device)
     return method, method.prepare({role: tensor.to(x.device) for role, tensor in tensors_of(case).items()})
 
 
@@ -89,7 +92,7 @@ def test_bias_and_dtypes(rng, dtype, random_x):
     assert torch.equal(layer(x)[0], direct(case, x, bias))
 
 
-@pytest.mark.parametrize("algo", ["FP8", "NVFP4", "FP8_PB_WO"])
+@pytest.mark.parametrize("algo", ["FP8", "NVFP4", "FP8_PB_WO", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL"])
 @pytest.mark.parametrize("kind", ["merged", "qkv"])
 def test_one_rank_of_two(rng, algo, kind, random_x):
     """Each part has the rows of its rank, under the scales of the whole."""
@@ -103,7 +106,7 @@ def test_one_rank_of_two(rng, algo, kind, random_x):
         assert torch.equal(layer(x)[0], direct(cut(case, rank, 2, axis=0), x))
 
 
-@pytest.mark.parametrize("algo", ["NVFP4", "FP8", "NVFP4_AWQ"])
+@pytest.mark.parametrize("algo", ["NVFP4", "FP8", "NVFP4_AWQ", *INTEGERS])
 def test_columns_of_one_rank(rng, algo, random_x):
     case = case_of(rng, algo, (64,), 256)
     for rank in (0, 1):
@@ -134,6 +137,51 @@ def test_ranks_that_would_share_a_scale_are_refused(rng):
         pytest.raises(UnsupportedQuantization, match=r"gate_up_proj: FP8_PB_WO: a part of 96 rows"),
     ):
         linear_of("merged", case, config_for("FP8_PB_WO"), prefix="model.layers.0.mlp.gate_up_proj")
+    case = case_of(rng, "W4A16_AWQ", (64,), 384)
+    with (
+        one_of_two(0),
+        pytest.raises(
+            UnsupportedQuantization,
+            match=r"down_proj: W4A16_AWQ: 384 columns on 2 ranks are 192 each, .* multiple of the 128",
+        ),
+    ):
+        linear_of("row", case, config_for("W4A16_AWQ"), prefix="model.layers.0.mlp.down_proj")
+
+
+def test_ranks_that_would_share_a_byte_are_refused(rng):
+    """Two rows of int4 are one of bytes."""
+    case = case_of(rng, "W4A16_AWQ", (64, 6), 128)
+    with (
+        one_of_two(0),
+        pytest.raises(
+            UnsupportedQuantization,
+            match=r"gate_up_proj: W4A16_AWQ: out_partitions\[1\]: expected an even size .*, got 3",
+        ),
+    ):
+        linear_of("merged", case, config_for("W4A16_AWQ"), prefix="model.layers.0.mlp.gate_up_proj")
+
+
+def test_groups_of_another_size(rng, random_x):
+    """As the configuration says; a group of int4 may have any."""
+    case = random_case(rng, "W4A16_AWQ", 192, (64, 32), group_size=64)
+    layer, names = linear_of("merged", case, config_for("W4A16_AWQ", group_size=64))
+    load_linear(layer, case, names)
+    layer.quant_method.process_weights_after_loading(layer)
+    x = random_x(case, 3)
+    assert torch.equal(layer(x)[0], direct(case, x))
+
+
+@pytest.mark.parametrize("algo", ["NVFP4", *INTEGERS])
+@pytest.mark.parametrize("kind", ["merged", "qkv"])
+def test_one_tensor_of_all_parts(rng, algo, kind, random_x):
+    """As files have it where the model's own layer is fused: parts share what is a scalar."""
+    whole = case_of(rng, algo, (sum(KINDS[kind]),), 256)
+    case = replace(whole, out_partitions=list(KINDS[kind]))
+    layer, _ = linear_of(kind, case, config_for(algo))
+    load_linear(layer, whole, (None,))
+    layer.quant_method.process_weights_after_loading(layer)
+    x = random_x(whole, 3)
+    assert torch.equal(layer(x)[0], direct(whole, x))
 
 
 def test_parts_that_end_within_a_block(rng, random_x):
@@ -146,7 +194,11 @@ def test_parts_that_end_within_a_block(rng, random_x):
 
 @pytest.mark.parametrize(
     "algo, role",
-    [(algo, role) for algo in ("FP8", "NVFP4") for role in ("weight", "weight_scale", "input_scale")],
+    [
+        (algo, role)
+        for algo in ("FP8", "NVFP4", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL")
+        for role in ("weight", "weight_scale", "input_scale")
+    ],
 )
 def test_a_slot_that_was_never_filled_is_named(rng, algo, role):
     case = case_of(rng, algo, (64, 32, 32))
@@ -204,9 +256,10 @@ def test_reload_in_place(rng, algo, random_x):
     assert torch.equal(layer(x)[0], direct(second, x))
 
 
-def test_a_head_pads_its_vocabulary(rng, random_x):
-    case = case_of(rng, "NVFP4", (100,), 128)
-    config = config_for("NVFP4", exclude_modules=[])
+@pytest.mark.parametrize("algo", ["NVFP4", "W4A16_AWQ", "W8A16"])
+def test_a_head_pads_its_vocabulary(rng, algo, random_x):
+    case = case_of(rng, algo, (100,), 128)
+    config = config_for(algo, exclude_modules=[])
     layer = ParallelLMHead(100, 128, params_dtype=torch.bfloat16, quant_config=config, prefix="lm_head")
     load_linear(layer, case, (None,))
     layer.quant_method.process_weights_after_loading(layer)
