@@ -126,8 +126,6 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
                 f"{self.prefix}: {rows} of {rows * layer.moe_tp_size} rows on each of {layer.moe_tp_size} "
                 f"ranks, which is no multiple of the {size} that share a scale"
             )
-        if layer.moe_tp_size > 1 and ALGORITHMS[self.quant_algo].pre_quant_scale:
-            raise UnsupportedQuantization(f"{self.prefix}: {self.quant_algo} experts cut for several ranks")
 
     def _parameter(self, layer: Any, role: str, data: torch.Tensor) -> torch.nn.Parameter:
         """A stack, with SGLang's word for what its scales are of, and its mark."""
@@ -184,7 +182,15 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         return fill
 
     def _fill_factors(self, layer: Any, role: str, param: Any, tensor: torch.Tensor, expert: int) -> None:
-        """Factors of an expert's input, which gate and up have in common."""
+        """Factors of an expert's input, which gate and up have in common; of down's those of this rank."""
+        columns, ranks = param.shape[1], layer.moe_tp_size if role.startswith("w2_") else 1
+        if tensor.numel() not in (columns, columns * ranks):
+            raise CheckpointError(
+                f"{self.prefix}: {role} of expert {expert}: expected {columns * ranks} factors, "
+                f"got shape {list(tensor.shape)}"
+            )
+        shares = tensor.reshape(-1, columns)
+        tensor = shares[layer.moe_tp_rank if len(shares) > 1 else 0]
         place: Any = torch.nn.Parameter(
             torch.full((param.shape[0],), -1.0, dtype=torch.float32, device="cpu"), requires_grad=False
         )
