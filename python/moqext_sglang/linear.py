@@ -10,8 +10,8 @@ from moqext import CheckpointError, LinearMethod, UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
 from moqext_sglang.hand_back import compute_of, or_sglang
 from moqext_sglang.loading import BLOCK, Slots, columns_of_a_scale
-from moqext_sglang.prepared import prepare, restore, settle
-from moqext_torch.op import ROLES, find_method, is_plain_call
+from moqext_sglang.prepared import prepare, register, restore, settle
+from moqext_torch.op import LOW_RANK, ROLES, find_method, is_plain_call
 
 
 class MoqextLinearMethod(LinearMethodBase):
@@ -67,7 +67,7 @@ class MoqextLinearMethod(LinearMethodBase):
         self.slots = Slots(self.prefix, self.quant_algo, output_partition_sizes)
         load = self._loader(layer, extra_weight_attrs["weight_loader"])
         for role, spec in self.method.checkpoint_params.items():
-            layer.register_parameter(role, self.slots.parameter(role, spec, load))
+            register(layer, role, self.slots.parameter(role, spec, load))
         about: Any = layer
         about.logical_widths = list(output_partition_sizes)
         about.input_size_per_partition = input_size_per_partition
@@ -90,6 +90,7 @@ class MoqextLinearMethod(LinearMethodBase):
         dtype: torch.dtype,
         device: torch.device,
         one_input_scale: bool,
+        rank: int | None = None,
     ) -> LinearMethod:
         return find_method(
             self.quant_algo,
@@ -100,6 +101,7 @@ class MoqextLinearMethod(LinearMethodBase):
             device,
             self.compute,
             one_input_scale,
+            rank=rank,
         )
 
     def _refuse_cuts(self, columns: int, rows: list[int], all_columns: int, all_rows: int) -> None:
@@ -128,6 +130,7 @@ class MoqextLinearMethod(LinearMethodBase):
             # where restore_weights_before_loading unpacked it, and nothing was loaded
             settle(layer, self.method, self.prepared)
             return
+        self.restore_weights_before_loading(layer)  # which no loader asks for where a pair alone came
         given = self.slots.given(self.method.checkpoint_params)
         if not self.prepared:
             self._choose(layer, given)
@@ -139,13 +142,13 @@ class MoqextLinearMethod(LinearMethodBase):
         self.slots.fresh.clear()
 
     def _choose(self, layer: Any, given: list[str]) -> None:
-        """Parts with one activation scale are multiplied at once on CUDA."""
+        """Parts with one activation scale are multiplied at once on CUDA; low-rank pairs have a rank."""
         alike = ALGORITHMS[self.quant_algo].linear == "e4m3_tensor" and self.slots.parts > 1
-        if alike and "input_scale" in given and (layer.input_scale == layer.input_scale[0]).all():
-            about = self.method
-            self.method = self._find(
-                about.in_features, about.out_partitions, layer.orig_dtype, layer.weight.device, True
-            )
+        alike = alike and "input_scale" in given and bool((layer.input_scale == layer.input_scale[0]).all())
+        about, rank = self.method, self.slots.rank
+        if alike or rank != about.rank:
+            sizes = (about.in_features, about.out_partitions)
+            self.method = self._find(*sizes, layer.orig_dtype, layer.weight.device, alike, rank)
 
     def restore_weights_before_loading(self, layer: Any) -> None:
         """Puts the checkpoint's tensors back where packed ones took their places.
@@ -185,4 +188,5 @@ class MoqextLinearMethod(LinearMethodBase):
             about.group_size,
             self.compute,
             about.one_input_scale,
+            **{role: self.prepared.get(role) for role in LOW_RANK},
         )

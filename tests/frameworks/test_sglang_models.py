@@ -1,11 +1,15 @@
 """SGLang's own models over genuine checkpoints: made, loaded by SGLang, prepared; attention does not run."""
 
+import json
+import shutil
+
 import pytest
 
 from .sglang_stand_ins import stand_in
 
 stand_in()
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 from sglang.srt.layers.quantization import get_quantization_config  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
@@ -67,6 +71,38 @@ def loaded(path, config):
 
 @pytest.mark.parametrize("path", list(runnable()), ids=lambda path: path.name)
 def test_a_genuine_checkpoint(path, rng, device):
+    check(path, rng, device)
+
+
+def with_low_rank_pairs(path, rng, directory):
+    """A copy of a checkpoint in NVFP4 as one of NVFP4_SVD: factors of inputs, and a pair of each linear."""
+    shutil.copytree(path, directory)
+    for name in ("config.json", "hf_quant_config.json"):
+        document = json.loads((directory / name).read_text())
+        inner = document.get("quantization_config") or document["quantization"]
+        inner["quant_algo"] = "NVFP4_SVD"
+        (directory / name).write_text(json.dumps(document))
+    random = lambda *shape: torch.from_numpy(rng.standard_normal(shape, dtype="float32")).bfloat16()  # noqa: E731
+    with torch.inference_mode(False):
+        tensors = load_file(directory / "model.safetensors")
+    factors = {}
+    for name in [name.removesuffix("_scale_2") for name in tensors if name.endswith(".weight_scale_2")]:
+        layer, (rows, half) = name.removesuffix(".weight"), tensors[name].shape
+        width, parent = 2 * half, layer.rpartition(".")[0]
+        own = layer if layer.endswith(("o_proj", "down_proj")) else parent  # fused layers have one input
+        tensors[f"{layer}.pre_quant_scale"] = factors.setdefault(own, random(width).abs() + 0.5).clone()
+        tensors[f"{layer}.weight_quantizer._svdquant_lora_a"] = random(8, width)
+        tensors[f"{layer}.weight_quantizer._svdquant_lora_b"] = random(rows, 8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_a_checkpoint_with_low_rank_pairs(tmp_path, rng, device):
+    path = next(path for path in CHECKPOINTS if path.name == "llama_nvfp4_kvfp8")
+    check(with_low_rank_pairs(path, rng, tmp_path / "svd"), rng, device)
+
+
+def check(path, rng, device):
     """Each layer, called in the model's place, gives what Checkpoint.load gives; the cache has its scales."""
     config = moqext.QuantConfig.from_pretrained(path)
     model, checkpoint = loaded(path, config)

@@ -6,7 +6,7 @@ import torch
 from moqext.algorithms import ALGORITHMS
 from moqext_torch import QuantLinear
 
-from ..linear_cases import random_case, smoothed
+from ..linear_cases import random_case, smoothed, with_pairs
 
 ALGOS = (
     "FP8",
@@ -23,7 +23,8 @@ FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 def case_of(rng, algo, rows=(40,), columns=128):
     case = random_case(rng, algo, columns, rows)
-    return smoothed(rng, case) if ALGORITHMS[algo].pre_quant_scale else case
+    case = smoothed(rng, case) if ALGORITHMS[algo].pre_quant_scale else case
+    return with_pairs(rng, case, 8) if ALGORITHMS[algo].low_rank else case
 
 
 def tensors_of(case):
