@@ -173,7 +173,7 @@ def test_ranks_that_would_share_a_byte_are_refused(rng):
 
 
 def test_groups_of_another_size(rng, random_x):
-    """As the configuration says; a group of int4 may have any."""
+    """The configuration says it; a group of int4 may have any."""
     case = random_case(rng, "W4A16_AWQ", 192, (64, 32), group_size=64)
     layer, names = linear_of("merged", case, config_for("W4A16_AWQ", group_size=64))
     load_linear(layer, case, names)
@@ -185,7 +185,7 @@ def test_groups_of_another_size(rng, random_x):
 @pytest.mark.parametrize("algo", ["NVFP4", *OTHERS])
 @pytest.mark.parametrize("kind", ["merged", "qkv"])
 def test_one_tensor_of_all_parts(rng, algo, kind, random_x):
-    """As files have it where the model's own layer is fused: parts share what belongs to no row."""
+    """Files have it so where the model's own layer is fused: parts share what belongs to no row."""
     rows = KINDS[kind]
     whole = case_of(rng, algo, (sum(rows),), 256)
     parts = [dict(whole.parts[0]) for _ in rows]
