@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from .sglang_stand_ins import stand_in
@@ -14,7 +15,8 @@ from sglang.srt.layers.quantization import get_quantization_config  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
 import moqext  # noqa: E402
-from moqext import Checkpoint  # noqa: E402
+from moqext import Checkpoint, reference  # noqa: E402
+from moqext.algorithms import ALGORITHMS  # noqa: E402
 from moqext_sglang import config as plugin  # noqa: E402
 from moqext_sglang import register  # noqa: E402
 from moqext_sglang.experts import MoqextFusedMoEMethod  # noqa: E402
@@ -74,32 +76,54 @@ def test_a_genuine_checkpoint(path, rng, device):
     check(path, rng, device)
 
 
-def with_low_rank_pairs(path, rng, directory):
-    """A copy of a checkpoint in NVFP4 as one of NVFP4_SVD: factors of inputs, and a pair of each linear."""
+def made_anew(path, rng, directory, algo, group_size):
+    """A copy of a checkpoint in NVFP4 as one of another algorithm: random weights that its producer rounds,
+    factors of each input, and low-rank pairs where it has them."""
+    facts = ALGORITHMS[algo]
     shutil.copytree(path, directory)
     for name in ("config.json", "hf_quant_config.json"):
         document = json.loads((directory / name).read_text())
         inner = document.get("quantization_config") or document["quantization"]
-        inner["quant_algo"] = "NVFP4_SVD"
+        inner.pop("config_groups", None)
+        inner |= {"quant_algo": algo, "group_size": group_size}
         (directory / name).write_text(json.dumps(document))
-    random = lambda *shape: torch.from_numpy(rng.standard_normal(shape, dtype="float32")).bfloat16()  # noqa: E731
     with torch.inference_mode(False):
         tensors = load_file(directory / "model.safetensors")
-    factors = {}
-    for name in [name.removesuffix("_scale_2") for name in tensors if name.endswith(".weight_scale_2")]:
-        layer, (rows, half) = name.removesuffix(".weight"), tensors[name].shape
-        width, parent = 2 * half, layer.rpartition(".")[0]
-        own = layer if layer.endswith(("o_proj", "down_proj")) else parent  # fused layers have one input
-        tensors[f"{layer}.pre_quant_scale"] = factors.setdefault(own, random(width).abs() + 0.5).clone()
-        tensors[f"{layer}.weight_quantizer._svdquant_lora_a"] = random(8, width)
-        tensors[f"{layer}.weight_quantizer._svdquant_lora_b"] = random(rows, 8)
+    factors, random = {}, lambda *shape: rng.standard_normal(shape, dtype="float32")
+    for layer in [name.removesuffix(".weight_scale_2") for name in tensors if name.endswith("_scale_2")]:
+        rows, half = tensors[f"{layer}.weight"].shape
+        for role in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+            del tensors[f"{layer}.{role}"]
+        made = reference.quantize_weight(random(rows, 2 * half), algo, group_size=group_size)
+        for role, value in made.items():
+            tensor = torch.from_numpy(np.array(value))
+            is_e4m3 = (role, facts.scale_dtype) == ("weight_scale", "float8_e4m3fn")
+            tensors[f"{layer}.{role}"] = tensor.view(torch.float8_e4m3fn) if is_e4m3 else tensor
+        if facts.pre_quant_scale:  # fused layers have one input
+            own = layer if layer.endswith(("o_proj", "down_proj")) else layer.rpartition(".")[0]
+            factor = factors.setdefault(own, np.abs(random(2 * half)) + 0.5)
+            tensors[f"{layer}.pre_quant_scale"] = torch.from_numpy(factor).bfloat16()
+        if facts.low_rank:
+            pair = {"a": (8, 2 * half), "b": (rows, 8)}
+            for letter, shape in pair.items():
+                tensor = torch.from_numpy(random(*shape)).bfloat16()
+                tensors[f"{layer}.weight_quantizer._svdquant_lora_{letter}"] = tensor
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
-def test_a_checkpoint_with_low_rank_pairs(tmp_path, rng, device):
-    path = next(path for path in CHECKPOINTS if path.name == "llama_nvfp4_kvfp8")
-    check(with_low_rank_pairs(path, rng, tmp_path / "svd"), rng, device)
+@pytest.mark.parametrize(
+    "name, algo, group_size",
+    [
+        ("llama_nvfp4_kvfp8", "NVFP4_SVD", 16),
+        ("qwen3moe_nvfp4", "W4A16_AWQ", 64),
+        ("qwen3moe_nvfp4", "W8A8_SQ_PER_CHANNEL", None),
+        ("qwen3moe_nvfp4", "W8A16", None),
+    ],
+)
+def test_a_checkpoint_that_no_producer_wrote(tmp_path, rng, device, name, algo, group_size):
+    path = next(path for path in CHECKPOINTS if path.name == name)
+    check(made_anew(path, rng, tmp_path / algo, algo, group_size), rng, device)
 
 
 def check(path, rng, device):
