@@ -297,7 +297,7 @@ def _as_sglang_reads(config: QuantConfig, packed: Any) -> dict[str, Any]:
 
 
 class MoqextFp8Config(_MoqextConfig, ModelOptFp8Config):
-    """Checkpoints in FP8 in any scaling."""
+    """Checkpoints in FP8 in any scaling, and in formats of int8 and int4, which SGLang has no name for."""
 
 
 class MoqextFp4Config(_MoqextConfig, ModelOptFp4Config):

@@ -18,7 +18,7 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from moqext import CheckpointError, MoEMethod, UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
 from moqext_sglang.hand_back import compute_of, or_sglang
-from moqext_sglang.loading import BLOCK, in_shape
+from moqext_sglang.loading import columns_of_a_scale, in_shape
 from moqext_sglang.prepared import prepare, restore, settle
 from moqext_torch.exchange import NAMED, as_bytes
 from moqext_torch.moe_op import ROLES, Description, find_moe_method
@@ -120,15 +120,12 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
 
     def _refuse_cuts(self, layer: Any, rows: int) -> None:
         """Raises where ranks would share what has one scale."""
-        scales = ALGORITHMS[self.quant_algo].scales
-        size = {"groups": self.group_size or 16, "blocks": BLOCK}.get(scales or "", 1)
+        size = columns_of_a_scale(self.quant_algo, self.group_size)
         if layer.moe_tp_size > 1 and rows % size:
             raise UnsupportedQuantization(
                 f"{self.prefix}: {rows} of {rows * layer.moe_tp_size} rows on each of {layer.moe_tp_size} "
                 f"ranks, which is no multiple of the {size} that share a scale"
             )
-        if layer.moe_tp_size > 1 and ALGORITHMS[self.quant_algo].pre_quant_scale:
-            raise UnsupportedQuantization(f"{self.prefix}: {self.quant_algo} experts cut for several ranks")
 
     def _parameter(self, layer: Any, role: str, data: torch.Tensor) -> torch.nn.Parameter:
         """A stack, with SGLang's word for what its scales are of, and its mark."""
@@ -185,7 +182,15 @@ class MoqextFusedMoEMethod(FusedMoEMethodBase):
         return fill
 
     def _fill_factors(self, layer: Any, role: str, param: Any, tensor: torch.Tensor, expert: int) -> None:
-        """Factors of an expert's input, which gate and up have in common."""
+        """Factors of an expert's input, which gate and up have in common; of down's those of this rank."""
+        columns, ranks = param.shape[1], layer.moe_tp_size if role.startswith("w2_") else 1
+        if tensor.numel() not in (columns, columns * ranks):
+            raise CheckpointError(
+                f"{self.prefix}: {role} of expert {expert}: expected {columns * ranks} factors, "
+                f"got shape {list(tensor.shape)}"
+            )
+        shares = tensor.reshape(-1, columns)
+        tensor = shares[layer.moe_tp_rank if len(shares) > 1 else 0]
         place: Any = torch.nn.Parameter(
             torch.full((param.shape[0],), -1.0, dtype=torch.float32, device="cpu"), requires_grad=False
         )

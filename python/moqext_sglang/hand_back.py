@@ -55,13 +55,21 @@ def reason_of_algorithm(quant_algo: str, compute: str) -> Reason | None:
     """Why layers of an algorithm are SGLang's on this machine and with this compute, None where moqext's."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     reason = reason_to_step_aside(quant_algo, capability, compute)
-    kept = reason is not None and reason.runs and not reason.fuses and _misreads(quant_algo, capability)
+    if reason is None or not reason.runs:
+        return reason
+    kept = _has_no_name(quant_algo) or (not reason.fuses and _misreads(quant_algo, capability))
     return None if kept else reason
+
+
+def _has_no_name(quant_algo: str) -> bool:
+    """Whether SGLang has no method for algorithms of ModelOpt's of that kind."""
+    facts = ALGORITHMS[quant_algo]
+    return facts.low_rank or facts.codes in ("int4", "int8")
 
 
 def _misreads(quant_algo: str, capability: tuple[int, int] | None) -> bool:
     """Whether SGLang would take layers for others on a GPU, or has no kernels of them there."""
-    if capability is None or ALGORITHMS[quant_algo].codes not in ("e4m3", "e2m1"):
+    if capability is None:
         return False
     return quant_algo in TAKEN_FOR_OTHERS or (
         ALGORITHMS[quant_algo].codes == "e4m3" and capability < FP8_CAPABILITY
@@ -166,4 +174,4 @@ def or_sglang(create_weights: Callable[..., None]) -> Callable[..., None]:
 def is_runnable(algorithm: str) -> bool:
     """Whether moqext runs linears of an algorithm here, on any machine."""
     facts = ALGORITHMS.get(algorithm)
-    return facts is not None and facts.linear is not None and not facts.low_rank
+    return facts is not None and facts.linear is not None

@@ -9,9 +9,9 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from moqext import CheckpointError, LinearMethod, UnsupportedQuantization
 from moqext.algorithms import ALGORITHMS
 from moqext_sglang.hand_back import compute_of, or_sglang
-from moqext_sglang.loading import BLOCK, Slots
-from moqext_sglang.prepared import prepare, restore, settle
-from moqext_torch.op import ROLES, find_method, is_plain_call
+from moqext_sglang.loading import BLOCK, Slots, columns_of_a_scale
+from moqext_sglang.prepared import prepare, register, restore, settle
+from moqext_torch.op import LOW_RANK, ROLES, find_method, is_plain_call
 
 
 class MoqextLinearMethod(LinearMethodBase):
@@ -64,10 +64,10 @@ class MoqextLinearMethod(LinearMethodBase):
             )
         except (UnsupportedQuantization, ValueError) as error:
             raise UnsupportedQuantization(f"{self.prefix}: {error}") from None
-        self.slots = Slots(self.prefix, output_partition_sizes)
+        self.slots = Slots(self.prefix, self.quant_algo, output_partition_sizes)
         load = self._loader(layer, extra_weight_attrs["weight_loader"])
         for role, spec in self.method.checkpoint_params.items():
-            layer.register_parameter(role, self.slots.parameter(role, spec, load))
+            register(layer, role, self.slots.parameter(role, spec, load))
         about: Any = layer
         about.logical_widths = list(output_partition_sizes)
         about.input_size_per_partition = input_size_per_partition
@@ -90,6 +90,7 @@ class MoqextLinearMethod(LinearMethodBase):
         dtype: torch.dtype,
         device: torch.device,
         one_input_scale: bool,
+        rank: int | None = None,
     ) -> LinearMethod:
         return find_method(
             self.quant_algo,
@@ -100,18 +101,18 @@ class MoqextLinearMethod(LinearMethodBase):
             device,
             self.compute,
             one_input_scale,
+            rank=rank,
         )
 
     def _refuse_cuts(self, columns: int, rows: list[int], all_columns: int, all_rows: int) -> None:
         """Raises where ranks would share what has one scale."""
-        scales = ALGORITHMS[self.quant_algo].scales
-        size = {"groups": self.group_size or 16, "blocks": BLOCK}.get(scales or "", 1)
+        size = columns_of_a_scale(self.quant_algo, self.group_size)
         if columns != all_columns and columns % size:
             raise UnsupportedQuantization(
                 f"{self.prefix}: {all_columns} columns on {all_columns // columns} ranks are {columns} each, "
                 f"which is no multiple of the {size} that share a scale"
             )
-        if scales == "blocks" and sum(rows) != all_rows:
+        if ALGORITHMS[self.quant_algo].scales == "blocks" and sum(rows) != all_rows:
             for part in rows:
                 if part % BLOCK:
                     raise UnsupportedQuantization(
@@ -129,6 +130,7 @@ class MoqextLinearMethod(LinearMethodBase):
             # where restore_weights_before_loading unpacked it, and nothing was loaded
             settle(layer, self.method, self.prepared)
             return
+        self.restore_weights_before_loading(layer)  # which no loader asks for where a pair alone came
         given = self.slots.given(self.method.checkpoint_params)
         if not self.prepared:
             self._choose(layer, given)
@@ -140,13 +142,13 @@ class MoqextLinearMethod(LinearMethodBase):
         self.slots.fresh.clear()
 
     def _choose(self, layer: Any, given: list[str]) -> None:
-        """Parts with one activation scale are multiplied at once on CUDA."""
+        """Parts with one activation scale are multiplied at once on CUDA; low-rank pairs have a rank."""
         alike = ALGORITHMS[self.quant_algo].linear == "e4m3_tensor" and self.slots.parts > 1
-        if alike and "input_scale" in given and (layer.input_scale == layer.input_scale[0]).all():
-            about = self.method
-            self.method = self._find(
-                about.in_features, about.out_partitions, layer.orig_dtype, layer.weight.device, True
-            )
+        alike = alike and "input_scale" in given and bool((layer.input_scale == layer.input_scale[0]).all())
+        about, rank = self.method, self.slots.rank
+        if alike or rank != about.rank:
+            sizes = (about.in_features, about.out_partitions)
+            self.method = self._find(*sizes, layer.orig_dtype, layer.weight.device, alike, rank)
 
     def restore_weights_before_loading(self, layer: Any) -> None:
         """Puts the checkpoint's tensors back where packed ones took their places.
@@ -186,4 +188,5 @@ class MoqextLinearMethod(LinearMethodBase):
             about.group_size,
             self.compute,
             about.one_input_scale,
+            **{role: self.prepared.get(role) for role in LOW_RANK},
         )

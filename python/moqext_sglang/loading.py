@@ -13,12 +13,15 @@ from sglang.srt.layers.parameter import (
     ChannelQuantScaleParameter,
     GroupQuantScaleParameter,
     ModelWeightParameter,
+    PackedvLLMParameter,
     PerTensorScaleParameter,
     RowvLLMParameter,
 )
 
 from moqext import CheckpointError, ParamSpec
+from moqext.algorithms import ALGORITHMS
 from moqext_torch.exchange import NAMED, as_bytes
+from moqext_torch.op import LOW_RANK
 
 _PARTS = {"q": 0, "k": 1, "v": 2}
 BLOCK = 128
@@ -55,20 +58,34 @@ class BlockScales(ModelWeightParameter):
         return where | {"shard_size": size, "shard_offset": offset}
 
 
+def columns_of_a_scale(quant_algo: str, group_size: int | None) -> int:
+    """How many columns of a row share a scale of the weight, where neighbours may have another; else 1."""
+    usual = ALGORITHMS[quant_algo].group_size
+    return 1 if usual is None else group_size or usual
+
+
 class Slots:
     """Which tensors of a checkpoint a linear has been given.
 
     Args:
         prefix: name of the layer.
+        quant_algo: of the layer.
         rows: of each layer that is fused in it.
     """
 
-    def __init__(self, prefix: str, rows: Sequence[int]) -> None:
+    def __init__(self, prefix: str, quant_algo: str, rows: Sequence[int]) -> None:
         self.prefix = prefix
+        self.facts = ALGORITHMS[quant_algo]
         self.rows = list(rows)
         self.parts = len(rows)
         self._filled: dict[str, set[int]] = {}
         self.fresh: set[str] = set()  # roles that were loaded since the layer was prepared
+        self._pair: dict[str, torch.nn.Parameter] = {}
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of the low-rank pair of each part; None where there is none."""
+        return self._pair["lora_b"].shape[1] if self._pair else None
 
     def parameter(self, role: str, spec: ParamSpec, load: Callable[..., Any]) -> torch.nn.Parameter:
         """An empty parameter of a role.
@@ -81,19 +98,29 @@ class Slots:
         data = torch.empty(spec.shape, dtype=NAMED[spec.dtype])
         self._filled[role] = set()
         filling = self._loader(role, load)
+        matrix: dict[str, Any] = {"input_dim": 1, "output_dim": 0, "weight_loader": filling}
+        if role == "weight" and self.facts.codes == "int4":
+            return PackedvLLMParameter(data=data, packed_factor=2, packed_dim=0, **matrix)
         if role == "weight":
-            return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=filling)
+            return ModelWeightParameter(data=data, **matrix)
+        if role in LOW_RANK:
+            self._pair[role] = (
+                RowvLLMParameter(data=data, input_dim=1, weight_loader=filling)
+                if role == "lora_a"
+                else ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=filling)
+            )
+            return self._pair[role]
         if role == "pre_quant_scale":
             return RowvLLMParameter(data=data, input_dim=0, weight_loader=filling)
-        if role != "weight_scale" or spec.shape == (self.parts,):
+        if role != "weight_scale" or self.facts.scales == "tensor":
             scale: Any = PerTensorScaleParameter(data=data, weight_loader=filling)
             scale.needs_scalar_to_array = True
             return scale
-        if len(spec.shape) == 1:
+        if self.facts.scales == "rows":
             return ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=filling)
-        if spec.dtype == "float32":
-            return BlockScales(data, self.rows, input_dim=1, output_dim=0, weight_loader=filling)
-        return GroupQuantScaleParameter(data=data, input_dim=1, output_dim=0, weight_loader=filling)
+        if self.facts.scales == "blocks":
+            return BlockScales(data, self.rows, **matrix)
+        return GroupQuantScaleParameter(data=data, **matrix)
 
     def _loader(self, role: str, load: Callable[..., Any]) -> Callable[..., None]:
         def fill(param: Any, loaded: torch.Tensor, *shard: Any, **named: Any) -> None:
@@ -103,11 +130,34 @@ class Slots:
             if role == "pre_quant_scale" and role in self.fresh:
                 self._refuse_another_input(param, loaded)
             loaded = as_bytes(loaded) if param.dtype == torch.uint8 else loaded
-            load(param, in_shape(loaded, param.dim()), *shard, **named)
+            if role in LOW_RANK:
+                self._take_rank(role, loaded)
+            if role == "lora_a" and self.parts > 1:
+                for part in which:
+                    param.data.chunk(self.parts)[part].view(loaded.shape).copy_(loaded)
+            else:
+                load(param, in_shape(loaded, param.dim()), *shard, **named)
             self._filled[role] |= which
             self.fresh.add(role)
 
         return fill
+
+    def _take_rank(self, role: str, loaded: torch.Tensor) -> None:
+        """Gives low-rank pairs the rank of the first one that is loaded.
+
+        Raises:
+            CheckpointError: the tensor is of another rank than those before, or no matrix.
+        """
+        shape = list(loaded.shape)
+        rank = shape[LOW_RANK.index(role)] if len(shape) == 2 else 0
+        if rank > 0 and not any(self._filled[each] for each in LOW_RANK):
+            a, b = (self._pair[each] for each in LOW_RANK)
+            a.data = a.data.new_empty(self.parts * rank, a.shape[1])
+            b.data = b.data.new_empty(b.shape[0], rank)
+        if rank != self.rank:
+            raise CheckpointError(
+                f"{self.prefix}: {role}: expected one of a pair of rank {self.rank}, got shape {shape}"
+            )
 
     def _which(self, role: str, shard: Any) -> set[int]:
         """The parts that a tensor is for."""

@@ -1,5 +1,6 @@
 """Where prepared tensors stand in a layer of SGLang, and how a reload goes to the same memory.
 
+Parameters have the names of files, which are their roles but for those of low-rank pairs.
 A prepared tensor that has the bytes of the checkpoint's is that parameter itself. Codes in another layout
 (NVFP4 packed for CUDA) take the place of the weight, whose own block scales are part of them then. All others
 are buffers beside the parameters. Memory stays where it is when weights are loaded again, for graphs.
@@ -13,6 +14,18 @@ import torch
 from moqext import UnsupportedQuantization
 from moqext.ops import unpack_nvfp4
 from moqext_torch.exchange import NAMED, stored_exponents
+from moqext_torch.op import LOW_RANK
+
+STORED_AS = {role: f"weight_quantizer._svdquant_{role}" for role in LOW_RANK}
+"""Names of parameters that files do not call by their roles."""
+
+
+def register(layer: torch.nn.Module, role: str, parameter: torch.nn.Parameter) -> None:
+    """Gives a layer the parameter of a role, under the name that files have."""
+    owner, _, name = STORED_AS.get(role, role).rpartition(".")
+    if owner and not hasattr(layer, owner):
+        layer.add_module(owner, torch.nn.Module())
+    layer.get_submodule(owner).register_parameter(name, parameter)
 
 
 @torch.inference_mode(False)
@@ -40,7 +53,7 @@ def prepare(
         ValueError, TypeError: as `prepare` of the method.
     """
     specs = method.prepared_params
-    tensors = {role: getattr(layer, role).data for role in given}
+    tensors = {role: layer.get_parameter(STORED_AS.get(role, role)).data for role in given}
     roles = {role for role, spec in specs.items() if spec.required or role in tensors}
     out = {}
     for role in sorted(roles):

@@ -11,7 +11,6 @@ from sglang.srt.layers import linear
 from sglang.srt.layers import quantization as tables
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from moqext import UnsupportedQuantization
 from moqext_sglang.config import CONFIGS, read_checkpoint, runs_any, sglang_name
 from moqext_sglang.linear import MoqextLinearMethod
 
@@ -48,7 +47,6 @@ def recognise(result: dict[str, Any] | None, _: Any, document: dict[str, Any]) -
 
     Raises:
         ConfigError: ModelOpt wrote the configuration, and it holds something unknown.
-        UnsupportedQuantization: neither SGLang nor moqext runs the algorithm.
     """
     if result is not None and result.get("quant_method") != "w4afp8":
         return None
@@ -63,10 +61,6 @@ def recognise(result: dict[str, Any] | None, _: Any, document: dict[str, Any]) -
     config = read.config
     if config.quant_algo is None:
         return None
-    if runs_any(read):
-        return {"quant_method": sglang_name(config), "quant_algo": config.quant_algo}
-    if result is None:
-        raise UnsupportedQuantization(
-            f"quant_algo {config.quant_algo}: neither SGLang nor moqext runs {', '.join(read.algorithms())}"
-        )
-    return None
+    if not runs_any(read):
+        return None
+    return {"quant_method": sglang_name(config), "quant_algo": config.quant_algo}

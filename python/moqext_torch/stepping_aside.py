@@ -71,12 +71,8 @@ def reason_to_step_aside(
     facts = ALGORITHMS.get(quant_algo)
     if facts is None or facts.linear is None:
         return Reason("moqext has no linear method for it", runs=False)
-    if facts.low_rank:
-        return Reason("moqext does not load low-rank pairs here", runs=False)
     is_mxfp8 = (facts.codes, facts.scale_dtype) == ("e4m3", "float8_e8m0fnu")
     folds = is_mxfp8 and compute in ("auto", "fp8") and capability is not None and capability[0] == 9
-    if facts.codes in ("int4", "int8"):
-        return Reason("moqext does not load it here", runs=False)
     if is_mxfp8 and not folds:
         return Reason("it is not known to be faster in moqext", runs=True)
     if capability is None:

@@ -28,6 +28,8 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE  # noqa: E402
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS  # noqa: E402
 from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
 
+from moqext_sglang.prepared import STORED_AS  # noqa: E402
+
 from .torch_cases import tensors_of  # noqa: E402
 
 GROUP = {"W4A8_NVFP4_FP8": 32}
@@ -92,10 +94,12 @@ def config_for(algo, packed=None, **fields):
 
 def cut(case, rank, ranks, axis):
     """Takes the share of one of several ranks: its rows of each part (axis 0), or its columns (axis 1)."""
-    parts = []
+    parts, whole = [], ("lora_a", "lora_b")[axis]
     for part in case.parts:
         mine = dict(part)
         for role, array in part.items():
+            if role == whole:
+                continue
             if array.ndim == 2 or (array.ndim == 1 and (role == "pre_quant_scale") == (axis == 1)):
                 mine[role] = np.split(array, ranks, axis=min(axis, array.ndim - 1))[rank]
         parts.append(mine)
@@ -133,7 +137,8 @@ def load_linear(layer, case, names, skip=()):
         for role, tensor in tensors.items():
             if (name, role) not in skip:
                 shard = () if name is None else (name,)
-                params[role].weight_loader(params[role], tensor, *shard)
+                param = params[STORED_AS.get(role, role)]
+                param.weight_loader(param, tensor, *shard)
 
 
 def expert_tensors(case):

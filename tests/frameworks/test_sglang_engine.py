@@ -72,7 +72,7 @@ def with_wide_heads(directory):
     return directory
 
 
-NAMES = ["llama_fp8_kvfp8", "llama_nvfp4_kvfp8", "qwen3moe_nvfp4"]
+NAMES = ["llama_fp8_kvfp8", "llama_nvfp4_kvfp8", "llama_int4_awq", "llama_int8_sq", "qwen3moe_nvfp4"]
 
 
 def check_tokens(program, directory, *where, **variables):

@@ -18,12 +18,19 @@ from moqext_sglang import experts, register  # noqa: E402
 from moqext_sglang.experts import MoqextFusedMoEMethod  # noqa: E402
 from moqext_torch.moe_op import find_moe_method  # noqa: E402
 
-from ..moe_cases import ALGOS  # noqa: E402
+from .. import moe_cases  # noqa: E402
 from . import sglang_cases as cases  # noqa: E402
 from .sglang_cases import config_for, experts_of, load_experts, one_of_two, torch  # noqa: E402
 from .torch_moe_cases import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, moe_case, random_call, stacks_of  # noqa: E402
 
 pytestmark = pytest.mark.sglang
+INTEGERS = ("W4A16_AWQ", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL", "W8A16")
+ALGOS = (*moe_cases.ALGOS, *INTEGERS)
+
+
+def case_of(rng, algo):
+    """Random experts; groups of int4 are of 16 columns, which half of the rows are a multiple of."""
+    return moe_case(rng, algo, **({"group_size": 16} if algo.endswith("_AWQ") else {}))
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +40,13 @@ def _rank(device):
         yield
 
 
+def config_of(case):
+    group_size = case.options.get("group_size")
+    return config_for(case.algo, **({} if group_size is None else {"group_size": group_size}))
+
+
 def ready(case, **options):
-    layer = experts_of(case, config_for(case.algo), **options)
+    layer = experts_of(case, config_of(case), **options)
     load_experts(layer, case)
     layer.quant_method.process_weights_after_loading(layer)
     return layer
@@ -60,7 +72,7 @@ def direct(case, x, chosen):
 
 @pytest.mark.parametrize("algo", ALGOS)
 def test_equals_moe_method(rng, algo, routed):
-    case = moe_case(rng, algo)
+    case = case_of(rng, algo)
     layer = ready(case)
     assert type(layer.quant_method) is MoqextFusedMoEMethod
     assert getattr(layer, "runner_backend", None) is None  # 0.5.17 has no such attribute
@@ -70,7 +82,7 @@ def test_equals_moe_method(rng, algo, routed):
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("algo", ["FP8", "NVFP4"])
+@pytest.mark.parametrize("algo", ["FP8", "NVFP4", "W8A16"])
 def test_experts_without_a_gate(rng, algo, routed):
     case = moe_case(rng, algo, gated=False, activation="relu2")
     layer = ready(case)
@@ -98,12 +110,12 @@ def test_padding_counts_nothing(rng, routed):
     assert torch.equal(y[3], layer(x, chosen)[3])
 
 
-@pytest.mark.parametrize("algo", ["FP8", "NVFP4"])
+@pytest.mark.parametrize("algo", ["FP8", "NVFP4", "W4A16_AWQ", "W8A8_SQ_PER_CHANNEL"])
 def test_experts_of_one_rank(rng, algo, monkeypatch, device, routed):
     """Two ranks have half of the experts each; what they give sums to the whole."""
     if device == "cpu":  # SGLang asks for its own where experts are on several ranks
         monkeypatch.setattr(standard, "get_device", lambda: "cpu")
-    case = moe_case(rng, algo)
+    case = case_of(rng, algo)
     x, chosen = routed()
     total = torch.zeros(x.shape, dtype=torch.float32)
     for rank in (0, 1):
@@ -117,23 +129,24 @@ def test_experts_of_one_rank(rng, algo, monkeypatch, device, routed):
 
 def rows_of_a_rank(case, rank):
     """Takes the share of one of two ranks: half of the rows of gate and up, and columns of down."""
-    half, found = slice(rank * INTERMEDIATE // 2, (rank + 1) * INTERMEDIATE // 2), {}
+    found = {}
     for role, stack in stacks_of(case).items():
         kind, stack = stack.dtype, stack.view(torch.uint8) if stack.itemsize == 1 else stack
-        if role.startswith("w13") and stack.dim() > 1 and stack.shape[1] == 2 * INTERMEDIATE:
-            stack = torch.cat([part[:, half] for part in stack.chunk(2, dim=1)], dim=1)
-        elif role.startswith("w2") and stack.dim() == 3:
-            stack = stack.chunk(2, dim=2)[rank]
+        factors = role.endswith("pre_quant_scale")
+        if role.startswith("w13") and not factors and stack.shape[1] > 2:
+            stack = torch.cat([part.chunk(2, dim=1)[rank] for part in stack.chunk(2, dim=1)], dim=1)
+        elif role.startswith("w2") and (factors or stack.dim() == 3):
+            stack = stack.chunk(2, dim=-1)[rank]
         found[role] = stack.contiguous().view(kind)
     return found
 
 
-@pytest.mark.parametrize("algo", ["FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"])
+@pytest.mark.parametrize("algo", ["FP8", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4_AWQ", *INTEGERS])
 def test_rows_of_one_rank(rng, algo, device, routed):
     """Two ranks have half of the rows of gate and up each, under the scales of the whole."""
-    case = moe_case(rng, algo)
+    case = case_of(rng, algo)
     x, chosen = routed()
-    method = MoEMethod(algo, EXPERTS, HIDDEN, INTERMEDIATE // 2, top_k=TOP_K, device=device)
+    method = MoEMethod(algo, EXPERTS, HIDDEN, INTERMEDIATE // 2, top_k=TOP_K, device=device, **case.options)
     for rank in (0, 1):
         with one_of_two(rank):
             layer = ready(case)
@@ -156,19 +169,40 @@ def test_ranks_that_would_share_a_scale_are_refused(rng):
         ),
     ):
         experts_of(case, config_for("FP8_PB_WO"))
+    case = moe_case(rng, "W4A16_AWQ", group_size=32)
+    with (
+        one_of_two(0),
+        pytest.raises(
+            UnsupportedQuantization, match=r"experts: W4A16_AWQ: 48 of 96 rows .* multiple of the 32 that"
+        ),
+    ):
+        experts_of(case, config_of(case))
+
+
+def test_factors_of_another_size_are_refused(rng):
+    case = case_of(rng, "W4A16_AWQ")
+    layer = experts_of(case, config_of(case))
+    load = layer.w2_pre_quant_scale.weight_loader
+    with pytest.raises(
+        CheckpointError, match=r"w2_pre_quant_scale of expert 1: expected 96 factors, got shape \[48\]"
+    ):
+        load(layer.w2_pre_quant_scale, torch.ones(48), "w2_pre_quant_scale", shard_id="w2", expert_id=1)
 
 
 @pytest.mark.parametrize(
-    "skip, told",
+    "algo, skip, told",
     [
-        (("w13_weight", 2, "w3"), "w13_weight: expert 2, up was never loaded"),
-        (("w13_weight_scale_2", 0, "w1"), "w13_weight_scale_2: expert 0, gate was never loaded"),
-        (("w2_weight_scale", 3, "w2"), "w2_weight_scale: expert 3 was never loaded"),
+        ("NVFP4", ("w13_weight", 2, "w3"), "w13_weight: expert 2, up was never loaded"),
+        ("NVFP4", ("w13_weight_scale_2", 0, "w1"), "w13_weight_scale_2: expert 0, gate was never loaded"),
+        ("NVFP4", ("w2_weight_scale", 3, "w2"), "w2_weight_scale: expert 3 was never loaded"),
+        ("W4A16_AWQ", ("w13_weight", 2, "w3"), "w13_weight: expert 2, up was never loaded"),
+        ("W4A16_AWQ", ("w2_pre_quant_scale", 1, "w2"), "w2_pre_quant_scale: expert 1 was never loaded"),
+        ("W8A16", ("w13_weight_scale", 0, "w1"), "w13_weight_scale: expert 0, gate was never loaded"),
     ],
 )
-def test_a_slot_that_was_never_filled_is_named(rng, skip, told):
-    case = moe_case(rng, "NVFP4")
-    layer = experts_of(case, config_for("NVFP4"), prefix="model.layers.7.mlp.experts")
+def test_a_slot_that_was_never_filled_is_named(rng, algo, skip, told):
+    case = case_of(rng, algo)
+    layer = experts_of(case, config_of(case), prefix="model.layers.7.mlp.experts")
     load_experts(layer, case, skip={skip})
     with pytest.raises(CheckpointError, match=rf"model\.layers\.7\.mlp\.experts: .*{told}"):
         layer.quant_method.process_weights_after_loading(layer)
@@ -192,7 +226,7 @@ def test_input_scales_of_gate_and_up_are_kept_apart(rng):
 
 @pytest.mark.parametrize("algo", ALGOS)
 def test_reload_in_place(rng, algo, routed):
-    first, second = moe_case(rng, algo), moe_case(rng, algo)
+    first, second = case_of(rng, algo), case_of(rng, algo)
     layer = ready(first)
     method = layer.quant_method
     before = {role: tensor.data_ptr() for role, tensor in method.prepared.items()}
@@ -334,7 +368,7 @@ def test_folded_stacks_are_not_loaded_again(rng, monkeypatch):
 def test_a_graph_of_a_layer(rng, algo, routed):
     """Nothing of a call waits for the device, or it could not be captured; other activations, experts and
     weights reach the graph."""
-    first, second = moe_case(rng, algo), moe_case(rng, algo)
+    first, second = case_of(rng, algo), case_of(rng, algo)
     layer = ready(first)
     x, chosen = routed()
     layer(x, chosen)

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from .sglang_stand_ins import stand_in
@@ -11,18 +12,23 @@ stand_in()
 
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: E402
 
-from moqext import CheckpointError, LinearMethod, UnsupportedQuantization  # noqa: E402
+from moqext import CheckpointError, UnsupportedQuantization  # noqa: E402
 from moqext.ops import pack_nvfp4, unpack_nvfp4  # noqa: E402
 from moqext_sglang import linear, register  # noqa: E402
 from moqext_sglang.linear import MoqextLinearMethod  # noqa: E402
+from moqext_sglang.prepared import STORED_AS  # noqa: E402
 from moqext_torch.op import find_method  # noqa: E402
 
+from ..linear_cases import random_case, with_pairs  # noqa: E402
 from . import sglang_cases as cases  # noqa: E402
 from . import torch_cases  # noqa: E402
 from .sglang_cases import config_for, cut, linear_of, load_linear, one_of_two, torch  # noqa: E402
-from .torch_cases import ALGOS, case_of, tensors_of  # noqa: E402
+from .torch_cases import case_of, tensors_of  # noqa: E402
 
 pytestmark = pytest.mark.sglang
+INTEGERS = ("W4A16_AWQ", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL", "W8A16")
+OTHERS = (*INTEGERS, "NVFP4_SVD")
+ALGOS = (*torch_cases.ALGOS, *OTHERS)
 KINDS = {
     "replicated": (256,),
     "column": (256,),
@@ -47,7 +53,7 @@ def random_x(rng, device):
 
 def alone(case, x):
     """Makes the layer by LinearMethod alone, and its prepared tensors."""
-    method = LinearMethod(case.algo, case.in_features, case.out_partitions, dtype=x.dtype, device=x.device)
+    method = case.method(dtype=x.dtype, device=x.device)
     return method, method.prepare({role: tensor.to(x.device) for role, tensor in tensors_of(case).items()})
 
 
@@ -55,6 +61,12 @@ def direct(case, x, bias=None):
     """Computes by LinearMethod alone."""
     method, params = alone(case, x)
     return method(x, params, bias)
+
+
+def by_row(case):
+    """The tensors of a case of one part that are cut with its rows."""
+    shared = ("pre_quant_scale", "lora_a")
+    return {role: array for role, array in case.parts[0].items() if array.ndim and role not in shared}
 
 
 def ready(kind, case, **options):
@@ -89,7 +101,9 @@ def test_bias_and_dtypes(rng, dtype, random_x):
     assert torch.equal(layer(x)[0], direct(case, x, bias))
 
 
-@pytest.mark.parametrize("algo", ["FP8", "NVFP4", "FP8_PB_WO"])
+@pytest.mark.parametrize(
+    "algo", ["FP8", "NVFP4", "FP8_PB_WO", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL", "NVFP4_SVD"]
+)
 @pytest.mark.parametrize("kind", ["merged", "qkv"])
 def test_one_rank_of_two(rng, algo, kind, random_x):
     """Each part has the rows of its rank, under the scales of the whole."""
@@ -103,7 +117,7 @@ def test_one_rank_of_two(rng, algo, kind, random_x):
         assert torch.equal(layer(x)[0], direct(cut(case, rank, 2, axis=0), x))
 
 
-@pytest.mark.parametrize("algo", ["NVFP4", "FP8", "NVFP4_AWQ"])
+@pytest.mark.parametrize("algo", ["NVFP4", "FP8", "NVFP4_AWQ", *OTHERS])
 def test_columns_of_one_rank(rng, algo, random_x):
     case = case_of(rng, algo, (64,), 256)
     for rank in (0, 1):
@@ -134,6 +148,58 @@ def test_ranks_that_would_share_a_scale_are_refused(rng):
         pytest.raises(UnsupportedQuantization, match=r"gate_up_proj: FP8_PB_WO: a part of 96 rows"),
     ):
         linear_of("merged", case, config_for("FP8_PB_WO"), prefix="model.layers.0.mlp.gate_up_proj")
+    case = case_of(rng, "W4A16_AWQ", (64,), 384)
+    with (
+        one_of_two(0),
+        pytest.raises(
+            UnsupportedQuantization,
+            match=r"down_proj: W4A16_AWQ: 384 columns on 2 ranks are 192 each, .* multiple of the 128",
+        ),
+    ):
+        linear_of("row", case, config_for("W4A16_AWQ"), prefix="model.layers.0.mlp.down_proj")
+
+
+def test_ranks_that_would_share_a_byte_are_refused(rng):
+    """Two rows of int4 are one of bytes."""
+    case = case_of(rng, "W4A16_AWQ", (64, 6), 128)
+    with (
+        one_of_two(0),
+        pytest.raises(
+            UnsupportedQuantization,
+            match=r"gate_up_proj: W4A16_AWQ: out_partitions\[1\]: expected an even size .*, got 3",
+        ),
+    ):
+        linear_of("merged", case, config_for("W4A16_AWQ"), prefix="model.layers.0.mlp.gate_up_proj")
+
+
+def test_groups_of_another_size(rng, random_x):
+    """The configuration says it; a group of int4 may have any."""
+    case = random_case(rng, "W4A16_AWQ", 192, (64, 32), group_size=64)
+    layer, names = linear_of("merged", case, config_for("W4A16_AWQ", group_size=64))
+    load_linear(layer, case, names)
+    layer.quant_method.process_weights_after_loading(layer)
+    x = random_x(case, 3)
+    assert torch.equal(layer(x)[0], direct(case, x))
+
+
+@pytest.mark.parametrize("algo", ["NVFP4", *OTHERS])
+@pytest.mark.parametrize("kind", ["merged", "qkv"])
+def test_one_tensor_of_all_parts(rng, algo, kind, random_x):
+    """Files have it so where the model's own layer is fused: parts share what belongs to no row."""
+    rows = KINDS[kind]
+    whole = case_of(rng, algo, (sum(rows),), 256)
+    parts = [dict(whole.parts[0]) for _ in rows]
+    for role, array in by_row(whole).items():
+        ends = np.cumsum(rows)[:-1] * len(array) // sum(rows)
+        for part, share in zip(parts, np.split(array, ends), strict=True):
+            part[role] = share
+    case = replace(whole, out_partitions=list(rows), parts=parts)
+    layer, _ = linear_of(kind, case, config_for(algo))
+    load_linear(layer, whole, (None,))
+    layer.quant_method.process_weights_after_loading(layer)
+    x, method = random_x(whole, 3), layer.quant_method.method
+    params = method.prepare({role: tensor.to(x.device) for role, tensor in tensors_of(case).items()})
+    assert torch.equal(layer(x)[0], method(x, params))
 
 
 def test_parts_that_end_within_a_block(rng, random_x):
@@ -146,7 +212,12 @@ def test_parts_that_end_within_a_block(rng, random_x):
 
 @pytest.mark.parametrize(
     "algo, role",
-    [(algo, role) for algo in ("FP8", "NVFP4") for role in ("weight", "weight_scale", "input_scale")],
+    [
+        (algo, role)
+        for algo in ("FP8", "NVFP4", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL")
+        for role in ("weight", "weight_scale", "input_scale")
+    ]
+    + [("NVFP4_SVD", "lora_a"), ("NVFP4_SVD", "lora_b")],
 )
 def test_a_slot_that_was_never_filled_is_named(rng, algo, role):
     case = case_of(rng, algo, (64, 32, 32))
@@ -204,24 +275,28 @@ def test_reload_in_place(rng, algo, random_x):
     assert torch.equal(layer(x)[0], direct(second, x))
 
 
-def test_a_head_pads_its_vocabulary(rng, random_x):
-    case = case_of(rng, "NVFP4", (100,), 128)
-    config = config_for("NVFP4", exclude_modules=[])
+@pytest.mark.parametrize("algo", ["NVFP4", "W4A16_AWQ", "W8A16", "NVFP4_SVD"])
+def test_a_head_pads_its_vocabulary(rng, algo, random_x):
+    case = case_of(rng, algo, (100,), 128)
+    config = config_for(algo, exclude_modules=[])
     layer = ParallelLMHead(100, 128, params_dtype=torch.bfloat16, quant_config=config, prefix="lm_head")
     load_linear(layer, case, (None,))
     layer.quant_method.process_weights_after_loading(layer)
     x = random_x(case, 2)
     y = layer.quant_method.apply(layer, x)
     assert y.shape == (2, 128)
-    assert torch.equal(y[:, :100], direct(case, x))
+    pads = {role: [(0, len(a) * 28 // 100)] + [(0, 0)] * (a.ndim - 1) for role, a in by_row(case).items()}
+    part = {role: np.pad(a, pads[role]) if role in pads else a for role, a in case.parts[0].items()}
+    assert torch.equal(y, direct(replace(case, out_partitions=[128], parts=[part]), x))
     assert not y[:, 100:].any()
     layer.weight = torch.nn.Parameter(torch.zeros(128, 128, dtype=torch.bfloat16), requires_grad=False)
     with pytest.raises(RuntimeError, match="lm_head: another weight was put in the place"):
         layer.quant_method.apply(layer, x)
 
 
-def test_compiles_without_a_break(rng, random_x):
-    case = case_of(rng, "FP8", (64,))
+@pytest.mark.parametrize("algo", ["FP8", "W4A16_AWQ", "NVFP4_SVD"])
+def test_compiles_without_a_break(rng, algo, random_x):
+    case = case_of(rng, algo, (64,))
     layer, _ = ready("column", case)
     x = random_x(case, 4)
     with torch.inference_mode(False), torch.no_grad():
@@ -249,6 +324,22 @@ def test_parts_with_factors_of_their_own_are_refused(rng):
         load_linear(layer, one, names)
 
 
+def test_pairs_of_other_ranks_are_refused(rng):
+    """Pairs of fused parts are one tensor, and graphs hold those of a layer."""
+    without = case_of(rng, "NVFP4_SVD", (64, 32))
+    case, other = (with_pairs(rng, without, rank) for rank in (4, 16))
+    layer, _ = linear_of("merged", case, config_for("NVFP4_SVD"))
+    load_linear(layer, case, (0, 1))
+    assert layer.quant_method.slots.rank == 4
+    told = r"mlp\.x: lora_a: expected one of a pair of rank 4, got shape \[16, 128\]"
+    with pytest.raises(CheckpointError, match=told):
+        load_linear(layer, other, (0, 1))
+    told = r"mlp\.x: lora_b: expected one of a pair of rank 4, got shape \[32\]"
+    param = layer.get_parameter(STORED_AS["lora_b"])
+    with pytest.raises(CheckpointError, match=told):
+        param.weight_loader(param, torch.zeros(32), 1)
+
+
 class _Packed:
     """LinearMethod of NVFP4 as it is on CUDA: codes and block scales are one prepared tensor, packed."""
 
@@ -257,10 +348,8 @@ class _Packed:
         rows, columns = method.out_features, method.in_features
         shape = (4 * -(-rows // 64), -(-columns // 64), 576)
         weight = method.prepared_params["weight"]._replace(shape=shape, dtype="uint8")
-        self.prepared_params = {
-            "weight": weight,
-            "output_scale": method.prepared_params["output_scale"],
-        }
+        rest = {role: spec for role, spec in method.prepared_params.items() if role != "weight_scale"}
+        self.prepared_params = rest | {"weight": weight}
 
     def __getattr__(self, name):
         return getattr(self.method, name)
@@ -271,26 +360,29 @@ class _Packed:
     def prepare(self, params, out):
         plain = self.method.prepare(params)
         pack_nvfp4(plain["weight"], plain["weight_scale"], out=out["weight"])
-        out["output_scale"].copy_(plain["output_scale"])
+        for role in out.keys() - {"weight"}:
+            out[role].copy_(plain[role])
         return out
 
     def __call__(self, x, params, bias):
         shape = (self.method.out_features, self.method.in_features)
         codes, scales = unpack_nvfp4(params["weight"], shape, 16)
-        plain = {
-            "weight": codes,
-            "weight_scale": scales.view(torch.float8_e4m3fn),
-            "output_scale": params["output_scale"],
-        }
+        plain = {**params, "weight": codes, "weight_scale": scales.view(torch.float8_e4m3fn)}
         return self.method(x, plain, bias)
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked", "unasked"])
-def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch, device, asked, random_x):
+@pytest.mark.parametrize("algo", ["NVFP4", "NVFP4_SVD"])
+def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch, device, algo, asked, random_x):
     """The packed tensor keeps its place; what is loaded again of the checkpoint is all, a part or nothing."""
     if device == "cpu":
-        monkeypatch.setattr(linear, "find_method", lambda *about: _Packed(find_method(*about)))
-    first, second = (case_of(rng, "NVFP4", (64, 64), 128) for _ in range(2))
+        monkeypatch.setattr(
+            linear, "find_method", lambda *about, **rank: _Packed(find_method(*about, **rank))
+        )
+    first, second = (case_of(rng, algo, (64, 64), 128) for _ in range(2))
+    if algo == "NVFP4_SVD":  # the part that is not loaded again has the factors of the one that is
+        factors = first.parts[0]["pre_quant_scale"]
+        second.parts[:] = [part | {"pre_quant_scale": factors} for part in second.parts]
     layer, names = ready("merged", first)
     method, x = layer.quant_method, random_x(first, 4)
     before = {role: tensor.data_ptr() for role, tensor in method.prepared.items()}
@@ -299,7 +391,12 @@ def test_packed_codes_are_unpacked_for_a_reload(rng, monkeypatch, device, asked,
     assert torch.equal(layer(x)[0], direct(first, x))
     skipped = {(1, role) for role in first.parts[0]}
     mixed = replace(first, parts=[first.parts[0], second.parts[1]])
-    for given, skip, case in ((None, (), first), (second, (), second), (first, skipped, mixed)):
+    calls = [(None, (), first), (second, (), second), (first, skipped, mixed)]
+    if algo == "NVFP4_SVD":  # a pair alone
+        pair = {role: second.parts[0][role] for role in ("lora_a", "lora_b")}
+        rest = {(part, role) for part in names for role in second.parts[0] if part or role not in pair}
+        calls.append((second, rest, replace(first, parts=[first.parts[0] | pair, second.parts[1]])))
+    for given, skip, case in calls:
         if asked:  # SGLang 0.5.17 does not
             method.restore_weights_before_loading(layer)
             assert layer.weight.shape == (128, 64)

@@ -1,16 +1,22 @@
 """SGLang's own models over genuine checkpoints: made, loaded by SGLang, prepared; attention does not run."""
 
+import json
+import shutil
+
+import numpy as np
 import pytest
 
 from .sglang_stand_ins import stand_in
 
 stand_in()
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 from sglang.srt.layers.quantization import get_quantization_config  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
 import moqext  # noqa: E402
-from moqext import Checkpoint  # noqa: E402
+from moqext import Checkpoint, reference  # noqa: E402
+from moqext.algorithms import ALGORITHMS  # noqa: E402
 from moqext_sglang import config as plugin  # noqa: E402
 from moqext_sglang import register  # noqa: E402
 from moqext_sglang.experts import MoqextFusedMoEMethod  # noqa: E402
@@ -67,6 +73,60 @@ def loaded(path, config):
 
 @pytest.mark.parametrize("path", list(runnable()), ids=lambda path: path.name)
 def test_a_genuine_checkpoint(path, rng, device):
+    check(path, rng, device)
+
+
+def made_anew(path, rng, directory, algo, group_size):
+    """A copy of a checkpoint in NVFP4 as one of another algorithm: random weights that its producer rounds,
+    factors of each input, and low-rank pairs where it has them."""
+    facts = ALGORITHMS[algo]
+    shutil.copytree(path, directory)
+    for name in ("config.json", "hf_quant_config.json"):
+        document = json.loads((directory / name).read_text())
+        inner = document.get("quantization_config") or document["quantization"]
+        inner.pop("config_groups", None)
+        inner |= {"quant_algo": algo, "group_size": group_size}
+        (directory / name).write_text(json.dumps(document))
+    with torch.inference_mode(False):
+        tensors = load_file(directory / "model.safetensors")
+    factors, random = {}, lambda *shape: rng.standard_normal(shape, dtype="float32")
+    for layer in [name.removesuffix(".weight_scale_2") for name in tensors if name.endswith("_scale_2")]:
+        rows, half = tensors[f"{layer}.weight"].shape
+        for role in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+            del tensors[f"{layer}.{role}"]
+        made = reference.quantize_weight(random(rows, 2 * half), algo, group_size=group_size)
+        for role, value in made.items():
+            tensor = torch.from_numpy(np.array(value))
+            is_e4m3 = (role, facts.scale_dtype) == ("weight_scale", "float8_e4m3fn")
+            tensors[f"{layer}.{role}"] = tensor.view(torch.float8_e4m3fn) if is_e4m3 else tensor
+        if facts.pre_quant_scale:  # fused layers have one input
+            own = layer if layer.endswith(("o_proj", "down_proj")) else layer.rpartition(".")[0]
+            factor = factors.setdefault(own, np.abs(random(2 * half)) + 0.5)
+            tensors[f"{layer}.pre_quant_scale"] = torch.from_numpy(factor).bfloat16()
+        if facts.low_rank:
+            pair = {"a": (8, 2 * half), "b": (rows, 8)}
+            for letter, shape in pair.items():
+                tensor = torch.from_numpy(random(*shape)).bfloat16()
+                tensors[f"{layer}.weight_quantizer._svdquant_lora_{letter}"] = tensor
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize(
+    "name, algo, group_size",
+    [
+        ("llama_nvfp4_kvfp8", "NVFP4_SVD", 16),
+        ("qwen3moe_nvfp4", "W4A16_AWQ", 64),
+        ("qwen3moe_nvfp4", "W8A8_SQ_PER_CHANNEL", None),
+        ("qwen3moe_nvfp4", "W8A16", None),
+    ],
+)
+def test_a_checkpoint_that_no_producer_wrote(tmp_path, rng, device, name, algo, group_size):
+    path = next(path for path in CHECKPOINTS if path.name == name)
+    check(made_anew(path, rng, tmp_path / algo, algo, group_size), rng, device)
+
+
+def check(path, rng, device):
     """Each layer, called in the model's place, gives what Checkpoint.load gives; the cache has its scales."""
     config = moqext.QuantConfig.from_pretrained(path)
     model, checkpoint = loaded(path, config)

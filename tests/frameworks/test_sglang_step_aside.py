@@ -102,6 +102,9 @@ def test_an_algorithm_of_tomorrow_is_sglangs_where_it_knows_it(monkeypatch):
         ((8, 0), "FP8", "moqext"),  # which SGLang does not run there
         ((10, 0), "FP8_PB_WO", "moqext"),  # which it takes for FP8
         ((9, 0), "NVFP4", "moqext"),
+        ((9, 0), "W4A16_AWQ", "moqext"),
+        ((10, 0), "NVFP4_SVD", "moqext"),  # which it does not know, like those of int8 and int4
+        ((12, 0), "W8A8_SQ_PER_CHANNEL", "moqext"),
         ((7, 5), "FP8", "sglang"),
     ],
 )
@@ -112,6 +115,14 @@ def test_a_chip_tells_whose_a_checkpoint_is(gpu, capability, algorithm, whose):
     if whose == "sglang":
         assert is_sglangs(made)
         assert not isinstance(made, (MoqextFp4Config, MoqextFp8Config))
+
+
+@pytest.mark.parametrize("algorithm", ["W4A16_AWQ", "NVFP4_SVD"])
+def test_layers_that_sglang_has_no_name_for_are_moqexts_on_any_chip(gpu, algorithm):
+    gpu(10, 0)
+    made = mixed(**{UP: algorithm, DOWN: "NVFP4"})
+    assert type(method_of(made, LinearBase, UP)).__name__ == "MoqextLinearMethod"
+    assert is_sglangs(method_of(made, LinearBase, DOWN))
 
 
 def test_moqext_is_asked_for_by_name(gpu, monkeypatch):

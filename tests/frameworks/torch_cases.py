@@ -3,9 +3,10 @@
 import numpy as np
 import torch
 
+from moqext.algorithms import ALGORITHMS
 from moqext_torch import QuantLinear
 
-from ..linear_cases import random_case, smoothed
+from ..linear_cases import random_case, smoothed, with_pairs
 
 ALGOS = (
     "FP8",
@@ -22,19 +23,19 @@ FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 def case_of(rng, algo, rows=(40,), columns=128):
     case = random_case(rng, algo, columns, rows)
-    return smoothed(rng, case) if algo == "NVFP4_AWQ" else case
+    case = smoothed(rng, case) if ALGORITHMS[algo].pre_quant_scale else case
+    return with_pairs(rng, case, 8) if ALGORITHMS[algo].low_rank else case
 
 
 def tensors_of(case):
     """The tensors of a case as torch has them, in the dtypes of a checkpoint."""
-    found = {}
+    found, specs = {}, case.method().checkpoint_params
     for role, array in case.fused().items():
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        small = role == ("weight_scale" if "FP4" in case.algo else "weight")
-        if small and "MXFP4" not in case.algo:
+        if specs[role].dtype == "float8_e4m3fn":
             tensor = tensor.view(torch.float8_e4m3fn)
-        if role == "pre_quant_scale":
-            tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        if array.dtype == np.uint16:
+            tensor = tensor.view(torch.bfloat16)
         found[role] = tensor.clone()
     return found
 
