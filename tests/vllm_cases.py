@@ -12,7 +12,8 @@ from tests.expert_files import Tensors, stored, write_checkpoint
 DATA = Path(__file__).resolve().parent / "data"
 GENERATED = [  # whose heads vLLM's attention on the CPU knows: of 32 columns
     *("llama_fp8_kvfp8", "llama_fp8_pb_wo", "llama_fp8_pc_pt", "llama_nvfp4_kvfp8", "llama_w4a16_nvfp4"),
-    *("llama_w4a8_nvfp4_fp8", "qwen3moe_fp8", "qwen3moe_nvfp4"),
+    *("llama_w4a8_nvfp4_fp8", "llama_int4_awq", "llama_w4a8_awq", "llama_int8_sq"),
+    *("qwen3moe_fp8", "qwen3moe_nvfp4"),
 ]
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -172,7 +172,7 @@ def test_slots_that_were_never_filled_are_seen(rng):
 
     from moqext_vllm.parameters import is_marked, marked, slots
 
-    for dtype in (torch.float32, torch.float8_e4m3fn, torch.uint8, torch.bfloat16):
+    for dtype in (torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int8, torch.bfloat16):
         tensor = marked((6, 8), dtype)
         assert [is_marked(slot) for slot in slots(tensor, [4, 2])] == [True, True]
         codes = torch.from_numpy(rng.integers(0, 0x70, (2, 8)).astype("uint8"))
@@ -182,3 +182,5 @@ def test_slots_that_were_never_filled_are_seen(rng):
     assert not is_marked(nan)  # a checkpoint's own NaN is no missing tensor
     assert [len(part) for part in slots(torch.zeros(4, 2), [192, 64, 64])] == [2, 1, 1]
     assert [len(part) for part in slots(torch.zeros(3), [192, 64, 64])] == [1, 1, 1]
+    assert [len(part) for part in slots(torch.zeros(160, 2), [192, 64, 64])] == [96, 32, 32]
+    assert [len(part) for part in slots(torch.zeros(96, 2), [192, 64, 64], "lora_a")] == [32, 32, 32]

@@ -133,9 +133,15 @@ def test_scales_of_the_cache_are_the_checkpoints(engine):
     }
 
 
-@pytest.mark.parametrize("how, processes", [("compiled", "0"), ("eager", "1")])
-def test_torch_compile_and_a_process_of_its_own(engine, served, how, processes):
-    name = "llama_w4a16_nvfp4"
+@pytest.mark.parametrize(
+    "name, how, processes",
+    [
+        ("llama_w4a16_nvfp4", "compiled", "0"),
+        ("llama_w4a16_nvfp4", "eager", "1"),
+        ("llama_int4_awq", "compiled", "0"),
+    ],
+)
+def test_torch_compile_and_a_process_of_its_own(engine, served, name, how, processes):
     found = engine("plain", DATA / "checkpoints" / name, how, VLLM_ENABLE_V1_MULTIPROCESSING=processes)
     assert found == [served[name][0]]
 
