@@ -505,7 +505,7 @@ def worst(directory, name, found):
         else:
             parent, _, own = name.rpartition(".")
             parts = [f"{parent}.{part}".strip(".") for part in PARTS.get(own, (own,))]
-            weight = torch.cat([torch.tensor(checkpoint.dequantize(part)) for part in parts])
+            weight = torch.cat([effective(checkpoint, part) for part in parts])
             expected = dict.fromkeys(found, weight)
     errors = {}
     for key, value in found.items():
@@ -514,6 +514,14 @@ def worst(directory, name, found):
         error = (value - expected[key]).abs() / expected[key].abs().clamp_min(1e-30)
         errors[key] = float(error.max())
     return errors
+
+
+def effective(checkpoint, name):
+    """The weight of a linear, with the factors of its input in it."""
+    weight, factor = checkpoint.dequantize(name), f"{name}.pre_quant_scale"
+    if factor in checkpoint.tensors:
+        weight = weight * checkpoint.tensor(factor).astype("float32")
+    return torch.tensor(weight)
 
 
 def tokens_split(directory, options):
