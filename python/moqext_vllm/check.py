@@ -31,7 +31,7 @@ class Stored(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the headers of a checkpoint tell; None where they are not looked at.
+    """Findings in the headers of a checkpoint; None where they are not looked at.
 
     Attributes:
         stored: the quantized layers that stand outside of numbered ones.

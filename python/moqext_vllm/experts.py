@@ -396,7 +396,7 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return found
 
     def _of_one_input(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What gate and up have of their one input, of a slot for each.
+        """The tensor that meets the one input of gate and up, of a slot for each.
 
         Raises:
             CheckpointError: they differ.

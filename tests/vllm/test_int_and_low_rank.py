@@ -113,7 +113,7 @@ def columns_of(tensors, algo, first, last):
 
 
 def expected(algo, parts, x):
-    """What `moqext.LinearMethod` gives for the tensors of parts."""
+    """The result of `moqext.LinearMethod` for the tensors of parts."""
     rows = [len(tensors["weight_scale"]) for tensors in parts]
     rank = parts[0]["lora_b"].shape[1] if "lora_b" in parts[0] else None
     method = moqext.LinearMethod(algo, x.shape[1], rows, dtype="float32", rank=rank)

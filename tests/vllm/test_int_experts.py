@@ -100,7 +100,7 @@ def run(layer, call):
 
 @pytest.mark.parametrize("algo", ALGOS)
 def test_experts_have_the_bits_of_moqext(rng, algo):
-    """And give their weights out; a reload is in place."""
+    """Experts give their weights out, too, and a reload is in place."""
     layer, call = make_layer(algo), make_call(rng)
     assert layer.quant_method.find_fault(layer) is None
     places = None
