@@ -518,10 +518,10 @@ def worst(directory, name, found):
 
 def effective(checkpoint, name):
     """The weight of a linear, with the factors of its input in it."""
-    weight, factor = checkpoint.dequantize(name), f"{name}.pre_quant_scale"
-    if factor in checkpoint.tensors:
-        weight = weight * checkpoint.tensor(factor).astype("float32")
-    return torch.tensor(weight)
+    from moqext_torch.exchange import stored_tensor
+
+    weight, factor = torch.tensor(checkpoint.dequantize(name)), f"{name}.pre_quant_scale"
+    return weight * stored_tensor(checkpoint, factor) if factor in checkpoint.tensors else weight
 
 
 def tokens_split(directory, options):
