@@ -51,7 +51,8 @@ def write_checkpoint(
 def stored(role: str, value: np.ndarray, algo: str) -> tuple[str, np.ndarray]:
     """A tensor as exporters write it: factors and biases as bfloat16, if that is what they came as."""
     if role == "weight":
-        return ("U8" if "FP4" in algo else "F8_E4M3"), value
+        codes = "I8" if value.dtype == np.int8 else "F8_E4M3"
+        return ("U8" if "FP4" in algo or "AWQ" in algo else codes), value
     if value.dtype == np.uint16:
         return "BF16", value
     small = "U8" if "MXFP4" in algo else "F8_E4M3"

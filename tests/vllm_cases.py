@@ -2,17 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import moqext
 from moqext import reference
+from moqext.algorithms import ALGORITHMS
 from tests.expert_files import Tensors, stored, write_checkpoint
 
 DATA = Path(__file__).resolve().parent / "data"
 GENERATED = [  # whose heads vLLM's attention on the CPU knows: of 32 columns
     *("llama_fp8_kvfp8", "llama_fp8_pb_wo", "llama_fp8_pc_pt", "llama_nvfp4_kvfp8", "llama_w4a16_nvfp4"),
-    *("llama_w4a8_nvfp4_fp8", "qwen3moe_fp8", "qwen3moe_nvfp4"),
+    *("llama_w4a8_nvfp4_fp8", "llama_int4_awq", "llama_w4a8_awq", "llama_int8_sq"),
+    *("qwen3moe_fp8", "qwen3moe_nvfp4"),
 ]
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -220,3 +223,48 @@ def write_deepseek(directory, algo, rng):
     ignore = ["lm_head", "model.layers.1.mlp.gate"]
     quantization = {"quant_algo": algo, "ignore": ignore, "producer": {"name": "modelopt"}}
     return write_checkpoint(directory, in_order(tensors), quantization, **LLAMA | config)
+
+
+def requantize(directory, source, algo, group_size=None):
+    """A genuine checkpoint whose quantized layers are of another format, with all tensors that it may have.
+
+    Args:
+        directory: to be made.
+        source: name of the checkpoint.
+        algo: the format; its factors of x and pairs are in the weights, which stay about what they were.
+        group_size: of the format.
+    """
+    rng, factors = np.random.default_rng(3), {}
+    config = json.loads((DATA / "checkpoints" / source / "config.json").read_text())
+    facts = ALGORITHMS[algo]
+    old = config.pop("quantization_config")
+    quantization = {"quant_algo": algo, "ignore": old["ignore"], "producer": old["producer"]}
+    quantization |= {} if group_size is None else {"group_size": group_size}
+    tensors: Tensors = {}
+    with moqext.Checkpoint(DATA / "checkpoints" / source) as checkpoint:
+        for name, info in checkpoint.tensors.items():
+            layer, _, role = name.rpartition(".")
+            is_quantized = f"{layer}.weight_scale" in checkpoint.tensors
+            if is_quantized and role == "weight":
+                weight = checkpoint.dequantize(layer).astype(np.float64)
+                parts: dict[str, Any] = {}
+                if facts.pre_quant_scale:
+                    columns = weight.shape[1]
+                    factor = factors.setdefault(columns, np.exp2(rng.integers(-2, 3, columns)))
+                    weight = weight / factor
+                    parts["pre_quant_scale"] = reference.encode(factor.astype(np.float32), "bfloat16")
+                if facts.low_rank:
+                    up, values, down = np.linalg.svd(weight, full_matrices=False)
+                    pair = {"lora_a": down[:8], "lora_b": up[:, :8] * values[:8]}
+                    weight = weight - pair["lora_b"] @ pair["lora_a"]
+                    for part, value in pair.items():
+                        name = f"weight_quantizer._svdquant_{part}"
+                        parts[name] = reference.encode(value.astype(np.float32), "bfloat16")
+                if facts.input_scale and not facts.low_rank:
+                    parts["input_scale"] = np.float32(8 / facts.input_max)
+                parts |= reference.quantize_weight(weight, algo, group_size=group_size)
+                for part, value in parts.items():
+                    tensors[f"{layer}.{part}"] = stored(part, np.asarray(value), algo)
+            elif not is_quantized and role not in ("k_scale", "v_scale"):
+                tensors[name] = (info.dtype, checkpoint.tensor(name))
+    return write_checkpoint(directory, in_order(tensors), quantization, **config)

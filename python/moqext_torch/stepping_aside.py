@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moqext import ConfigError, QuantConfig
-from moqext.algorithms import ALGORITHMS
+from moqext.algorithms import ALGORITHMS, LINEARS
 
 OLDEST = (8, 0)
 """Capability of the oldest GPU that moqext's kernels run on."""
@@ -13,8 +13,6 @@ RAN_ON = 9
 """Generation of the GPUs on which moqext's kernels have run (docs/results)."""
 FP4_TENSOR_CORES = (10, 0)
 """Capability from which engines multiply FP4 and MX formats as such, and moqext bf16."""
-STAND_IN = "NVFP4_SVD"
-"""Algorithm that no plug-in runs: `read_config` writes it for layers in one that its reader does not know."""
 
 _said: set[tuple[str, str]] = set()
 
@@ -37,7 +35,7 @@ class ReadConfig(NamedTuple):
     """A configuration, and what its reader does not know.
 
     Attributes:
-        config: with `STAND_IN` for layers of unknown algorithms.
+        config: with an algorithm that no layer has for those of unknown ones.
         unknown: their algorithms by the names of their entries in `quantized_layers`.
     """
 
@@ -106,7 +104,10 @@ def read_config(document: Mapping[str, Any]) -> ReadConfig:
     strange = {algorithm for algorithm in set(names.values()) if not _is_known(algorithm)}
     unknown = {name: algorithm for name, algorithm in names.items() if algorithm in strange}
     if unknown:
-        stand_ins = {name: {"quant_algo": STAND_IN} for name in unknown}
+        taken = {algorithm.upper() for algorithm in names.values()}
+        free = (name for name in LINEARS if taken.isdisjoint((name, *ALGORITHMS[name].aliases)))
+        stand_in = next(free, LINEARS[0])
+        stand_ins = {name: {"quant_algo": stand_in} for name in unknown}
         changed = {**holder, "quantized_layers": {**layers, **stand_ins}}
         document = changed if holder is document else {**document, "quantization": changed}
     unmarked = {name.partition(".\0")[0]: algorithm for name, algorithm in unknown.items()}

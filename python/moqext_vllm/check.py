@@ -30,33 +30,43 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-def check_checkpoint(model: str, has_unknown: bool = False) -> tuple[Stored, ...] | None:
+class Seen(NamedTuple):
+    """Findings in the headers of a checkpoint; None where they are not looked at.
+
+    Attributes:
+        stored: the quantized layers that stand outside of numbered ones.
+        rank: of the low-rank pairs, also None where there are none.
+    """
+
+    stored: tuple[Stored, ...] | None = None
+    rank: int | None = None
+
+
+def check_checkpoint(model: str, has_unknown: bool = False) -> Seen:
     """Reads the headers of a checkpoint's files, nothing else; with MOQEXT_VLLM_CHECK=0 nothing at all.
 
     Args:
         model: its directory; of a name of the Hub, and of files of other kinds, nothing is known.
         has_unknown: whether vLLM may run layers of algorithms that moqext does not know.
 
-    Returns:
-        The quantized layers that stand outside of numbered ones, None where nothing is known.
-
     Raises:
         CheckpointError: with them a layer would be wrong.
+        UnsupportedQuantization: low-rank pairs have several ranks.
         ConfigError: the configuration cannot be understood.
     """
     if os.environ.get("MOQEXT_VLLM_CHECK") == "0" or not Path(model).is_dir():
-        return None
+        return Seen()
     try:
         with _without_collections(), Checkpoint(model) as checkpoint:
             if not checkpoint.tensors:
-                return None
+                return Seen()
             findings = checkpoint.findings(values=False)
             problems = (*checkpoint.file_problems, *findings.all_problems())
     except ConfigError as error:
         if not has_unknown:
             raise
         logger.warning("%s: headers are not looked at: %s", model, error)
-        return None
+        return Seen()
     layers = findings.layers
     _refuse_other_orders(model, layers)
     errors = [problem for problem in problems if problem.severity == "error"]
@@ -71,11 +81,24 @@ def check_checkpoint(model: str, has_unknown: bool = False) -> tuple[Stored, ...
     if warnings:
         told = ", ".join(f"{code} × {count}" for code, count in sorted(warnings.items()))
         logger.warning("%s: %s; moqext inspect tells where", model, told)
-    return tuple(
+    stored = tuple(
         Stored(layer.name, layer.kind, layer.quant_algo, layer.shape)
         for layer in layers
         if not any(part.isdigit() for part in layer.name.split("."))
     )
+    return Seen(stored, _find_rank(layers))
+
+
+def _find_rank(layers: Iterable[LayerRecord]) -> int | None:
+    """The rank that all low-rank pairs have, None where there are none."""
+    first: dict[int, str] = {}
+    for layer in layers:
+        if layer.rank is not None:
+            first.setdefault(layer.rank, layer.name)
+    if len(first) > 1:
+        told = " and ".join(f"{rank} ({name})" for rank, name in sorted(first.items())[:2])
+        raise UnsupportedQuantization(f"low-rank pairs: expected one rank in all layers, got {told}")
+    return next(iter(first), None)
 
 
 def _refuse_other_orders(model: str, layers: Iterable[LayerRecord]) -> None:

@@ -37,6 +37,8 @@ logger = logging.getLogger("vllm.moqext")
 Semantics = Literal["vllm", "modelopt"]
 RENAMES = {"nemotron_h": {"backbone.embedding.": "backbone.embed_tokens."}}
 """By type of a model: parts of names of Transformers 5 that vLLM's model does not know."""
+PAIR = "weight_quantizer._svdquant_"
+"""Part of the names of low-rank pairs that those of moqext do without."""
 ONLINE = "_online_quantization_args"
 """Name of a field that vLLM adds to a configuration for classes of its own."""
 
@@ -64,6 +66,7 @@ class MoqextConfig(Choices, ModelOptQuantConfigBase):  # type: ignore[misc]
         read: what moqext read; its names are vLLM's after `apply_vllm_mapper`. None where it reads nothing
             of what vLLM runs: then all is vLLM's.
         stored: quantized layers outside of numbered ones, where the checkpoint's headers were read.
+        rank: of low-rank pairs, where headers were read and there are some.
         renames: parts of names of tensors that vLLM's model does not know, and what it calls them.
         semantics: what its excluded names mean, as for `QuantConfig.is_excluded`.
     """
@@ -73,6 +76,7 @@ class MoqextConfig(Choices, ModelOptQuantConfigBase):  # type: ignore[misc]
     """A configuration for vLLM's class where it refuses the checkpoint's."""
     read: ReadConfig | None
     stored: tuple[Stored, ...] | None = None
+    rank: int | None = None
     renames: Mapping[str, str] = MappingProxyType({})
     semantics: Semantics
 
@@ -148,14 +152,14 @@ class MoqextConfig(Choices, ModelOptQuantConfigBase):  # type: ignore[misc]
         super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)
         self.renames = RENAMES.get(getattr(hf_config, "model_type", None), {})
         if self.read is not None:
-            self.stored = check_checkpoint(model_name, bool(self.read.unknown))
+            self.stored, self.rank = check_checkpoint(model_name, bool(self.read.unknown))
 
     def get_checkpoint_weight_mapper(self) -> Any:
         """The renames of tensors besides those of vLLM's model."""
         from vllm.model_executor.models.utils import WeightsMapper
 
         own = super().get_checkpoint_weight_mapper()
-        return own | WeightsMapper(orig_to_new_substr=dict(self.renames)) if self.renames else own
+        return own | WeightsMapper(orig_to_new_substr={PAIR: "", **self.renames})
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Renames modules from the checkpoint's names to those of vLLM's model."""
@@ -221,7 +225,7 @@ class MoqextConfig(Choices, ModelOptQuantConfigBase):  # type: ignore[misc]
                 )
             else:
                 method = MoqextModelOptLinearMethod(
-                    quant, prefix, self.compute, self.fast_accum, envs.VLLM_BATCH_INVARIANT
+                    quant, prefix, self.compute, self.fast_accum, envs.VLLM_BATCH_INVARIANT, self.rank
                 )
             fault = method.find_fault(layer)
             if fault is not None:

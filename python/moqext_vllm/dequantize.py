@@ -5,17 +5,17 @@ from typing import Any
 
 import torch
 
-from moqext import LayerQuant, LinearMethod, ops
+from moqext import LayerQuant, ops
+from moqext.algorithms import ALGORITHMS
 from moqext_vllm.parameters import slots
-
-EXACT = 384.0
-"""Times a static scale of activations this is kept exactly: 1.5 * 2^8 as E4M3, 6 * 2^6 as NVFP4."""
 
 
 def linear_weight(
     given: Mapping[str, torch.Tensor], quant: LayerQuant, partitions: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weight of fused layers, [rows, columns], of what a checkpoint holds; `pre_quant_scale` is in it.
+    """The weight of fused layers, [rows, columns], of what a checkpoint holds.
+
+    `pre_quant_scale` and low-rank pairs are in it.
 
     Args:
         given: tensors by their names in the checkpoint.
@@ -25,7 +25,11 @@ def linear_weight(
     """
     roles = [role for role in ("weight", "weight_scale", "weight_scale_2") if role in given]
     parts = zip(*(slots(given[role].cpu(), partitions) for role in roles), strict=True)
-    weight = torch.cat([_dequantize(quant, *part) for part in parts])
+    found = [_dequantize(quant, *part) for part in parts]
+    if "lora_b" in given:
+        pairs = (slots(given[role].cpu(), partitions, role) for role in ("lora_b", "lora_a"))
+        found = [part + b @ a for part, b, a in zip(found, *pairs, strict=True)]
+    weight = torch.cat(found)
     return _finish(weight, given.get("pre_quant_scale"), given["weight"].device, dtype)
 
 
@@ -42,10 +46,12 @@ def expert_weights(
         dtype: of the results.
     """
     found = []
+    by_row = ALGORITHMS[str(quant.quant_algo)].codes in ("int4", "int8")
+    wanted = ("weight", "weight_scale") if by_row else ("weight", "weight_scale", "weight_scale_2")
     for name in ("w13", "w2"):
-        roles = [role for role in ("weight", "weight_scale", "weight_scale_2") if f"{name}_{role}" in given]
+        roles = [role for role in wanted if f"{name}_{role}" in given]
         stacks = [given[f"{name}_{role}"].cpu() for role in roles]
-        if name == "w13" and gated:
+        if name == "w13" and gated and not by_row:
             halves = [
                 _dequantize(quant, *half) for half in zip(*map(_halves(interleaved), stacks), strict=True)
             ]
@@ -63,31 +69,6 @@ def is_identity(x: torch.Tensor, columns: int) -> bool:
     if x.shape != (columns, columns):
         return False
     return bool(torch.equal(x, torch.eye(columns, dtype=x.dtype, device=x.device)))
-
-
-def weight_by_product(
-    method: LinearMethod, params: Mapping[str, torch.Tensor], partitions: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    """The transposed weight [columns, rows], float32, of what a layer was prepared to.
-
-    A static scale of the activations would round the ones of an identity matrix, and every weight with them
-    by up to a sixteenth; a multiple of the scale stays what it is.
-
-    Args:
-        method: for float32.
-        params: what it prepared.
-        partitions: rows of each layer that is fused.
-        device: of the prepared tensors.
-    """
-    identity = torch.eye(method.in_features, device=device)
-    scales = params.get("input_scale")
-    if scales is None:
-        return method(identity, params)
-    found = []
-    for part, scale in enumerate(scales.flatten().tolist()):
-        product = method(identity * (EXACT * scale), params) / (EXACT * scale)
-        found.append(product.split(list(partitions), 1)[part])
-    return torch.cat(found, 1)
 
 
 def _halves(interleaved: bool) -> Any:

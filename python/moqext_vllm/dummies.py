@@ -45,6 +45,6 @@ def make_up(role: str, param: torch.nn.Parameter) -> None:
         value = SCALES[kind] if param.dtype == torch.float32 else value
         param.dummy_weight_value = value  # type: ignore[attr-defined]
         param.data.fill_(value)
-    elif param.dtype == torch.uint8 and not param.is_meta:
+    elif param.dtype in (torch.uint8, torch.int8) and not param.is_meta:
         generator = torch.Generator(param.device).manual_seed(SEED)
-        param.data.random_(0, 256, generator=generator)
+        param.data.view(torch.uint8).random_(0, 256, generator=generator)

@@ -311,6 +311,8 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             return (*shape, 1)
         if role in ("w13_weight_scale", "w13_weight_scale_2") and len(shape) == 1:
             return (*shape, 1)
+        if role == "w13_pre_quant_scale" and self.method.gated:
+            return (shape[0], 2, shape[1])
         return shape
 
     def _is_settled(self, layer: Any) -> bool:
@@ -370,7 +372,8 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             parameter = getattr(layer, role, None)
             if parameter is None:
                 continue
-            tensor = parameter.data.reshape(spec.shape)
+            whole = role == "w13_pre_quant_scale" and self.method.gated  # gate's and up's are the same
+            tensor = parameter.data if whole else parameter.data.reshape(spec.shape)
             skipped = self.is_prepared and was_skipped(parameter)
             halves = 2 if role.startswith("w13") and self.method.gated and tensor.dim() > 1 else 1
             if skipped:
@@ -389,8 +392,22 @@ class MoqextModelOptMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                     f"({len(empty)} of {everything} slots)"
                 )
             if len(empty) < everything:
-                found[role] = tensor
+                found[role] = self._of_one_input(role, tensor) if whole else tensor
         return found
+
+    def _of_one_input(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that meets the one input of gate and up, of a slot for each.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        gate, up = tensor.unbind(1)
+        if not torch.equal(gate, up):
+            expert = int((gate != up).any(1).nonzero()[0])
+            raise CheckpointError(
+                f"{self.prefix}: {role}: expected the same for gate and up, got others in expert {expert}"
+            )
+        return gate.contiguous()
 
 
 def _in_shape(weight_loader: Callable[..., Any], layer: Any, name: str) -> Callable[..., Any]:
@@ -421,9 +438,25 @@ def _in_shape(weight_loader: Callable[..., Any], layer: Any, name: str) -> Calla
             loaded_weight = fit_dtype(param, loaded_weight, f"{name} of expert {expert_id}")
         if getattr(param, "quant_method", None) == "block":
             loaded_weight = loaded_weight[:, None] if loaded_weight.dim() == 1 else as_blocks(loaded_weight)
-        result = weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, *rest, **options)
+        if single and name.endswith("pre_quant_scale"):  # vLLM's passes over it
+            _load_factors(param.data[expert], loaded_weight, shard_id, layer.moe_config, name)
+            result: Any = True
+        elif single and name.endswith("w2_weight_scale") and loaded_weight.shape == param.shape[1:]:
+            param.data[expert].copy_(loaded_weight)  # vLLM's would split the one column that rows have
+            result = True
+        else:
+            result = weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, *rest, **options)
         if single:
             note(param, (expert, int(shard_id == "w3")))
         return result
 
     return load
+
+
+def _load_factors(slots: torch.Tensor, loaded: torch.Tensor, shard_id: str, moe: Any, name: str) -> None:
+    """Loads the factors of x of a projection: all of gate's and up's, and this rank's columns of w2's."""
+    slot = slots[int(shard_id == "w3")] if slots.dim() == 2 else slots
+    ranks, rank = (moe.tp_size, moe.tp_rank) if shard_id == "w2" else (1, 0)
+    if loaded.numel() != len(slot) * ranks:
+        raise ValueError(f"{name}: expected shape {[len(slot) * ranks]}, got {list(loaded.shape)}")
+    slot.copy_(loaded.reshape(-1)[rank * len(slot) :][: len(slot)])

@@ -11,11 +11,22 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.utils import replace_parameter
 
 from moqext import CheckpointError, LayerQuant, LinearMethod, ParamSpec, UnsupportedQuantization
+from moqext.algorithms import ALGORITHMS, BLOCK_SIZES
+from moqext_torch.dequantized import weight_of
 from moqext_torch.exchange import NAMED
-from moqext_torch.op import ROLES, find_method, is_plain_call
+from moqext_torch.op import LOW_RANK, ROLES, find_method, is_plain_call
 from moqext_vllm import quantized_input
-from moqext_vllm.dequantize import is_identity, linear_weight, weight_by_product
-from moqext_vllm.parameters import BLOCK, end_load, is_marked, make_parameter, noted, slots, was_skipped
+from moqext_vllm.dequantize import is_identity, linear_weight
+from moqext_vllm.parameters import (
+    BLOCK,
+    OF_INPUT,
+    end_load,
+    is_marked,
+    make_parameter,
+    noted,
+    slots,
+    was_skipped,
+)
 
 
 class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -27,6 +38,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         compute: as for `moqext.LinearMethod`.
         fast_accum: as for `moqext.LinearMethod`, where weights are FP8; others have no such sums.
         batch_invariant: as for `moqext.LinearMethod`.
+        rank: as for `moqext.LinearMethod`, where there are low-rank pairs.
 
     Attributes:
         names: the parameters of tensors that the checkpoint calls otherwise than ModelOpt.
@@ -41,6 +53,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         compute: str,
         fast_accum: bool = False,
         batch_invariant: bool = False,
+        rank: int | None = None,
     ) -> None:
         super().__init__()
         self.quant = quant
@@ -48,6 +61,8 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.compute = compute
         self.fast_accum = fast_accum and str(quant.quant_algo).startswith("FP8")
         self.batch_invariant = bool(batch_invariant)
+        self.rank = rank if ALGORITHMS[str(quant.quant_algo)].low_rank else None
+        self.in_blocks = quant.quant_algo in BLOCK_SIZES
         self.partitions: tuple[int, ...] = ()
         self.in_features = 0
         self.dtype = torch.bfloat16
@@ -95,7 +110,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         layer.input_size_per_partition = input_size_per_partition
         layer.output_size_per_partition = sum(output_partition_sizes)
         specs = method.checkpoint_params
-        if specs["weight_scale"].dtype == "float32" and len(specs["weight_scale"].shape) == 2:
+        if self.in_blocks:
             layer.weight_block_size = [BLOCK, BLOCK]
         loader = extra_weight_attrs["weight_loader"]
         for role, spec in specs.items():
@@ -133,7 +148,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         if torch.compiler.is_compiling() or not is_plain_call(x):
             return torch.ops.moqext.linear(
                 x,
-                *tensors,
+                *tensors[: len(ROLES)],
                 bias,
                 self.quant.quant_algo,
                 self.partitions,
@@ -142,13 +157,14 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 self.one_input_scale,
                 out_dtype,
                 self.fast_accum,
+                *tensors[len(ROLES) :],
                 batch_invariant=self.batch_invariant,
             )
-        params = {role: tensor for role, tensor in zip(ROLES, tensors, strict=True) if tensor is not None}
+        params = _named(tensors)
         if self.is_new:
             self.is_new = out_dtype is None and is_identity(x, self.in_features)
             if self.is_new:  # as vLLM asks for the weight of MLA's kv_b_proj
-                return self._by_product(params, x.device).to(x.dtype)
+                return self._weight_of(params, x.dtype).T
         method = self.method if out_dtype is None else self.coded
         assert method is not None  # vLLM prepares before it runs
         return method(x, params, None if bias is None else bias.data)
@@ -164,15 +180,15 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         if self.method is None:
             return linear_weight(self._loaded(layer), self.quant, self.partitions, self.dtype)
         found = [None if name is None else getattr(layer, name).data for name in self.sources]
-        params = {role: tensor for role, tensor in zip(ROLES, found, strict=True) if tensor is not None}
-        return self._by_product(params, self._parameter(layer, "weight").device).T.to(self.dtype).contiguous()
+        return self._weight_of(_named(found), self.dtype)
 
     # ------------------------------------------------------------------------------------------------ steps
 
     def _register(self, layer: torch.nn.Module, role: str, spec: ParamSpec, loader: Any) -> None:
         """Gives the layer the parameter of a tensor."""
         name = self.names.get(role, role)
-        layer.register_parameter(name, make_parameter(name, spec, self.partitions, loader, self.prefix))
+        made = make_parameter(name, spec, self.partitions, loader, self.prefix, self.in_blocks)
+        layer.register_parameter(name, made)
 
     def _parameter(self, layer: torch.nn.Module, role: str) -> torch.nn.Parameter:
         """The parameter of a tensor."""
@@ -197,33 +213,35 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         try:
             method = self._find_method(torch.get_default_device())
         except UnsupportedQuantization as error:
-            if input_size == columns:
+            shares = ((columns, input_size, "columns"), (sum(partitions), output_size, "rows"))
+            split = [f"{own} of {whole} {what}" for own, whole, what in shares if own != whole]
+            if not split:
                 raise
-            split = f"tensor parallelism gives each rank {columns} of {input_size} columns"
-            raise UnsupportedQuantization(f"{error}; {split}") from error
+            text = f"{error}; tensor parallelism gives each rank {' and '.join(split)}"
+            raise UnsupportedQuantization(text) from error
         self._refuse_split(method, input_size, output_size, is_head)
         return method
 
-    def _by_product(self, params: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-        method = self._find_method(device, dtype=torch.float32)
-        return weight_by_product(method, params, self.partitions, device)
+    def _weight_of(self, params: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        assert self.method is not None
+        shape = (sum(self.partitions), self.in_features)
+        return weight_of(params, shape, self.partitions, self.method.group_size, dtype)
 
-    def _find_method(
-        self, device: torch.device, quantized_input: bool = False, dtype: torch.dtype | None = None
-    ) -> LinearMethod:
+    def _find_method(self, device: torch.device, quantized_input: bool = False) -> LinearMethod:
         try:
             return find_method(
                 str(self.quant.quant_algo),
                 self.in_features,
                 self.partitions,
                 self.quant.group_size,
-                dtype or self.dtype,
+                self.dtype,
                 torch.device("cpu") if device.type == "meta" else device,
                 self.compute,
                 self.one_input_scale,
                 quantized_input,
-                self.fast_accum and dtype is None,
-                batch_invariant=self.batch_invariant and dtype is None,
+                self.fast_accum,
+                self.rank,
+                self.batch_invariant,
             )
         except (UnsupportedQuantization, ValueError) as error:
             raise UnsupportedQuantization(f"{self.prefix}: {error}") from error
@@ -237,14 +255,13 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 f"{self.prefix}: tensor parallelism gives each rank {self.in_features} of {input_size} "
                 f"columns, no multiple of the {group} that share a scale"
             )
-        rows_have_blocks = method.checkpoint_params["weight_scale"].dtype == "float32" and has_blocks
         split = output_size != sum(self.partitions)
-        if rows_have_blocks and (split or is_head) and any(rows % BLOCK for rows in self.partitions):
+        if self.in_blocks and (split or is_head) and any(rows % BLOCK for rows in self.partitions):
             raise UnsupportedQuantization(
                 f"{self.prefix}: each rank has {'+'.join(map(str, self.partitions))} rows, no multiples of "
                 f"the {BLOCK} that share a scale"
             )
-        if rows_have_blocks and is_head:
+        if self.in_blocks and is_head:
             raise UnsupportedQuantization(f"{self.prefix}: {self.quant.quant_algo} does not run as lm_head")
 
     def _loaded(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -259,7 +276,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         ).checkpoint_params.items():
             parameter = self._parameter(layer, role)
             tensor, filled = parameter.data, noted(parameter)
-            parts = slots(tensor, self.partitions)
+            parts = slots(tensor, self.partitions, role)
             skipped = self.method is not None and was_skipped(parameter)
             empty = [
                 index
@@ -267,11 +284,28 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 if skipped or (index not in filled and is_marked(slot))
             ]
             if not empty:
+                tensor = self._of_input(role, parts) if role in OF_INPUT else tensor
                 found[role] = tensor.cpu() if spec.dtype == "float32" else tensor
             elif spec.required or len(empty) < len(parts):
                 where, name = _of_parts(empty, len(self.partitions)), self.names.get(role, role)
                 raise CheckpointError(f"{self.prefix}: {name} was never loaded{where}")
         return found
+
+    def _of_input(self, role: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor that meets the one input of fused layers: their pairs, or what all of them have.
+
+        Raises:
+            CheckpointError: their factors of x differ.
+        """
+        if role == "lora_a":
+            return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+        for index, part in enumerate(parts):
+            if not torch.equal(part, parts[0]):
+                raise CheckpointError(
+                    f"{self.prefix}: {role}: expected the same in all {len(parts)} layers that are fused, "
+                    f"got others in part {index} than in part 0"
+                )
+        return parts[0].reshape(-1)
 
     def _room(
         self, layer: torch.nn.Module, method: LinearMethod, given: dict[str, torch.Tensor]
@@ -296,7 +330,7 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
         """Keeps the prepared tensors: codes in the place of the checkpoint's, all others beside them."""
         specs = method.checkpoint_params
         sources: list[str | None] = []
-        for role in ROLES:
+        for role in (*ROLES, *LOW_RANK):
             tensor = prepared.get(role)
             if tensor is None:
                 sources.append(None)
@@ -320,6 +354,12 @@ class MoqextModelOptLinearMethod(LinearMethodBase):  # type: ignore[misc]
             layer.moqext_code_scale = prepared["input_scale"].view(-1)[:1]
             if len(self.partitions) == 1:
                 quantized_input.offer(layer)
+
+
+def _named(tensors: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """Prepared tensors by name, of one for each role there is."""
+    roles = zip((*ROLES, *LOW_RANK), tensors, strict=True)
+    return {role: tensor for role, tensor in roles if tensor is not None}
 
 
 def _of_parts(empty: Sequence[int], count: int) -> str:

@@ -2,8 +2,9 @@
 
 A slot is what one tensor of a checkpoint fills: the rows of one of the layers that are fused. Loaders that
 come through here leave a note of each slot. Others do not, so before loading every slot holds a mark, too:
-floats a NaN of certain bits, e4m3 nothing but NaN, packed fp4 nothing but minus zero. Exporters write the
-last two for weights of zeros, and a slot of them counts as filled by its note.
+floats a NaN of certain bits, e4m3 nothing but NaN, packed fp4 nothing but minus zero, int4 and int8 nothing
+but the lowest code. Exporters write NaN and minus zero for weights of zeros, and a slot of them counts as
+filled by its note.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +13,12 @@ from typing import Any
 
 import torch
 from vllm.model_executor.parameter import (
+    BasevLLMParameter,
     BlockQuantScaleParameter,
     ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
     ModelWeightParameter,
+    PackedvLLMParameter,
     PerTensorScaleParameter,
     RowvLLMParameter,
 )
@@ -24,9 +28,11 @@ from moqext_torch.exchange import NAMED, as_bytes
 from moqext_vllm.dummies import make_up
 
 _FLOAT_MARK = 0x7FE5A5A5
-_MARKS = {torch.float8_e4m3fn: 0x7F, torch.uint8: 0x88}
+_MARKS = {torch.float8_e4m3fn: 0x7F, torch.uint8: 0x88, torch.int8: 0x80}
 BLOCK = 128
 """Rows, and columns, that share a scale of FP8_PB_WO."""
+OF_INPUT = ("pre_quant_scale", "lora_a")
+"""Tensors that meet x and not rows: each layer that is fused has one of its own."""
 
 
 def marked(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -137,11 +143,14 @@ def _marks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.isnan()
 
 
-def slots(tensor: torch.Tensor, partitions: Sequence[int]) -> list[torch.Tensor]:
-    """The slots of a tensor of fused layers: its rows, its blocks of rows or its values, layer by layer."""
+def slots(tensor: torch.Tensor, partitions: Sequence[int], role: str = "weight") -> list[torch.Tensor]:
+    """The slots of a tensor of fused layers: rows, pairs of them, blocks or single values, layer by layer."""
+    if role in OF_INPUT:
+        return list(tensor.chunk(len(partitions)))
     rows = tensor.shape[0] if tensor.dim() else 0
     blocks = [-(-part // BLOCK) for part in partitions]
-    for sizes in (partitions, blocks, [1] * len(partitions)):
+    pairs = blocks if any(part % 2 for part in partitions) else [part // 2 for part in partitions]
+    for sizes in (partitions, pairs, blocks, [1] * len(partitions)):
         if rows == sum(sizes):
             return list(tensor.split(list(sizes)))
     return [tensor]
@@ -177,7 +186,12 @@ class PartitionedBlockScale(BlockQuantScaleParameter):  # type: ignore[misc]
 
 
 def make_parameter(
-    role: str, spec: ParamSpec, partitions: Sequence[int], weight_loader: Callable[..., Any], layer: str = ""
+    role: str,
+    spec: ParamSpec,
+    partitions: Sequence[int],
+    weight_loader: Callable[..., Any],
+    layer: str = "",
+    in_blocks: bool = False,
 ) -> torch.nn.Parameter:
     """The parameter of a linear's tensor, of the class that tells vLLM's loaders how to split it.
 
@@ -187,14 +201,33 @@ def make_parameter(
         partitions: rows of each layer that is fused, on this rank.
         weight_loader: vLLM's.
         layer: its name, for messages.
+        in_blocks: whether scales are those of blocks of rows and columns.
     """
-    data = marked(spec.shape, NAMED[spec.dtype])
-    rows = sum(partitions)
-    if role == "pre_quant_scale":
-        made = RowvLLMParameter(data=data, input_dim=0, weight_loader=weight_loader)
-    elif len(spec.shape) == 2 and spec.dtype == "float32":
+    rows, count = sum(partitions), len(partitions)
+    shape = spec.shape
+    if role in OF_INPUT and count > 1:
+        shape = (count, *([shape[0] // count] if role == "lora_a" else []), shape[-1])
+    data = marked(shape, NAMED[spec.dtype])
+    if role in OF_INPUT and count > 1:
+        made = BasevLLMParameter(data=data, weight_loader=weight_loader)
+    elif role in OF_INPUT:
+        made = RowvLLMParameter(data=data, input_dim=len(shape) - 1, weight_loader=weight_loader)
+    elif role == "lora_b":
+        made = ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=weight_loader)
+    elif len(spec.shape) == 2 and spec.dtype == "float32" and in_blocks:
         made = PartitionedBlockScale(
             partitions=partitions, data=data, input_dim=1, output_dim=0, weight_loader=weight_loader
+        )
+    elif len(spec.shape) == 2 and spec.dtype == "float32":
+        made = GroupQuantScaleParameter(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader)
+    elif role == "weight" and spec.dtype == "uint8":  # int4, of which two rows share a byte
+        made = PackedvLLMParameter(
+            data=data,
+            input_dim=1,
+            output_dim=0,
+            packed_dim=0,
+            packed_factor=2,
+            weight_loader=weight_loader,
         )
     elif len(spec.shape) == 2:
         made = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader)
@@ -202,7 +235,7 @@ def make_parameter(
         made = ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=weight_loader)
     else:
         made = PerTensorScaleParameter(data=data, weight_loader=weight_loader)
-    made.weight_loader = _in_shape(weight_loader, f"{layer}.{role}", len(partitions))
+    made.weight_loader = _in_shape(weight_loader, f"{layer}.{role}", count)
     make_up(role, made)
     return made
 
@@ -222,10 +255,14 @@ def _in_shape(weight_loader: Callable[..., Any], name: str, count: int) -> Calla
         name: of layer and role, for messages.
         count: of the layers that are fused.
     """
+    axis = {"lora_a": -2, "lora_b": -1}.get(name.rpartition(".")[2])
 
     def load(param: Any, loaded_weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
         begin_load(param)
         loaded_weight = fit_dtype(param, loaded_weight, name)
+        if axis is not None and loaded_weight.shape[axis] != param.shape[axis]:
+            got = list(loaded_weight.shape)
+            raise ValueError(f"{name}: expected a pair of rank {param.shape[axis]}, got shape {got}")
         shard = rest[0] if rest else options.get("loaded_shard_id")
         shards = _shards(shard, count)
         if isinstance(param, PerTensorScaleParameter):
@@ -236,6 +273,15 @@ def _in_shape(weight_loader: Callable[..., Any], name: str, count: int) -> Calla
                 note(param, *shards)
                 return None
             loaded_weight = loaded_weight.reshape(1)
+        elif type(param) is BasevLLMParameter:  # each layer's own, and whole on every rank
+            for shard in shards:
+                slot = param.data[shard]
+                if loaded_weight.numel() != slot.numel():
+                    got = list(loaded_weight.shape)
+                    raise ValueError(f"{name}: expected shape {list(slot.shape)}, got {got}")
+                slot.copy_(loaded_weight.reshape(slot.shape))
+            note(param, *shards)
+            return None
         elif isinstance(param, (ChannelQuantScaleParameter, RowvLLMParameter)) and param.dim() == 1:
             loaded_weight = loaded_weight.reshape(-1)
         elif isinstance(param, PartitionedBlockScale):

@@ -4,15 +4,14 @@ import pytest
 
 pytest.importorskip("torch", minversion="2.10")
 
-from moqext_torch.stepping_aside import STAND_IN, read_config, reason_to_step_aside
+from moqext.algorithms import LINEARS
+from moqext_torch.stepping_aside import read_config, reason_to_step_aside
 
 
 @pytest.mark.parametrize("capability", [None, (9, 0)])
-def test_low_rank_pairs_are_the_engines(capability):
-    reason = reason_to_step_aside("NVFP4_SVD", capability)
-    assert reason is not None
-    assert (reason.why, reason.runs) == ("moqext does not load low-rank pairs here", False)
-    assert reason_to_step_aside("NVFP4_AWQ", capability) is None
+def test_every_format_but_mxfp8_is_moqexts_where_it_ran(capability):
+    left = {algo for algo in LINEARS if reason_to_step_aside(algo, capability) is not None}
+    assert left == {"MXFP8"}
 
 
 def test_mxfp8_is_the_engines_but_as_fp8_on_hopper():
@@ -37,11 +36,14 @@ def test_gpus_on_which_nothing_ran_are_the_engines(capability):
     assert reason_to_step_aside("FP8", capability).why.endswith(f"never run on a GPU of capability {here}")
 
 
-def test_what_stands_for_an_unknown_algorithm_runs_in_no_plug_in():
-    layers = {"a": {"quant_algo": "NVFP9"}, "b": {"quant_algo": "NVFP4"}}
+@pytest.mark.parametrize("others", [("NVFP4",), LINEARS[:3], ("INT4_AWQ", *LINEARS[:-1])])
+def test_what_stands_for_an_unknown_algorithm_is_no_layers(others):
+    """Or a fused layer of both would pass for one of one algorithm."""
+    layers = {"a": {"quant_algo": "NVFP9"}} | {f"b{n}": {"quant_algo": algo} for n, algo in enumerate(others)}
     document = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    config = read_config(document)
-    assert config.algorithms() == ["NVFP4", "NVFP9"]
-    stand_in = config.config.layer_algo("a")
-    assert stand_in == STAND_IN
-    assert not reason_to_step_aside(stand_in, (9, 0)).runs
+    read = read_config(document)
+    known = {read.config.layer_algo(name) for name in layers if name != "a"}
+    assert read.algorithms() == sorted({*known, "NVFP9"})
+    assert read.config.layer_algo("a") not in known
+    assert read.algorithm_of(read.config.layer_quant("a")) == "NVFP9"
+    assert not reason_to_step_aside("NVFP9", (9, 0)).runs

@@ -524,7 +524,7 @@ def worst(directory, name, found):
         else:
             parent, _, own = name.rpartition(".")
             parts = [f"{parent}.{part}".strip(".") for part in PARTS.get(own, (own,))]
-            weight = torch.cat([torch.tensor(checkpoint.dequantize(part)) for part in parts])
+            weight = torch.cat([effective(checkpoint, part) for part in parts])
             expected = dict.fromkeys(found, weight)
     errors = {}
     for key, value in found.items():
@@ -533,6 +533,14 @@ def worst(directory, name, found):
         error = (value - expected[key]).abs() / expected[key].abs().clamp_min(1e-30)
         errors[key] = float(error.max())
     return errors
+
+
+def effective(checkpoint, name):
+    """The weight of a linear, with the factors of its input in it."""
+    from moqext_torch.exchange import stored_tensor
+
+    weight, factor = torch.tensor(checkpoint.dequantize(name)), f"{name}.pre_quant_scale"
+    return weight * stored_tensor(checkpoint, factor) if factor in checkpoint.tensors else weight
 
 
 def tokens_split(directory, options):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.vllm.conftest import assert_same, genuine, on_cuda
-from tests.vllm_cases import DATA, GENERATED, change, multiply
+from tests.vllm_cases import DATA, GENERATED, change, multiply, requantize
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
@@ -32,6 +32,29 @@ LOADED = [
     *("nvfp4_uncalibrated", "nvfp4_zero", "qwen3moe_mixed", "w4a16_nvfp4", "w4a16_nvfp4_group_32"),
     "w4a8_nvfp4_fp8",
 ]
+MADE = {  # formats without a genuine model of the kind: of what they are made, in which groups
+    "W8A16": ("llama_fp8_kvfp8", None),
+    "NVFP4_SVD": ("llama_fp8_kvfp8", None),
+    "W4A16_AWQ": ("qwen3moe_fp8", 32),
+    "W4A8_AWQ": ("qwen3moe_fp8", 32),
+    "W8A8_SQ_PER_CHANNEL": ("qwen3moe_fp8", None),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    place = tmp_path_factory.mktemp("made")
+    return {algo: requantize(place / algo, source, algo, group) for algo, (source, group) in MADE.items()}
+
+
+@pytest.fixture(scope="module")
+def served_made(each, made):
+    return each("tokens", made)
+
+
+@pytest.fixture(scope="module")
+def expected_made(engine, made):
+    return dict(zip(made, engine("reference", *made.values()), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +74,14 @@ def test_tokens_are_those_of_transformers(served, expected, name):
     assert methods["MoqextModelOptLinearMethod"] > 0
     assert ("MoqextModelOptMoEMethod" in methods) == name.startswith("qwen3moe")
     assert_same(tokens, expected[name])
+
+
+@pytest.mark.parametrize("algo", MADE)
+def test_tokens_of_made_checkpoints_are_those_of_transformers(served_made, expected_made, algo):
+    tokens, methods = served_made[algo]
+    assert methods["MoqextModelOptLinearMethod"] > 0
+    assert ("MoqextModelOptMoEMethod" in methods) == MADE[algo][0].startswith("qwen3moe")
+    assert_same(tokens, expected_made[algo])
 
 
 @pytest.mark.parametrize("compute", ["exact", "fp8"])
@@ -133,9 +164,15 @@ def test_scales_of_the_cache_are_the_checkpoints(engine):
     }
 
 
-@pytest.mark.parametrize("how, processes", [("compiled", "0"), ("eager", "1")])
-def test_torch_compile_and_a_process_of_its_own(engine, served, how, processes):
-    name = "llama_w4a16_nvfp4"
+@pytest.mark.parametrize(
+    "name, how, processes",
+    [
+        ("llama_w4a16_nvfp4", "compiled", "0"),
+        ("llama_w4a16_nvfp4", "eager", "1"),
+        ("llama_int4_awq", "compiled", "0"),
+    ],
+)
+def test_torch_compile_and_a_process_of_its_own(engine, served, name, how, processes):
     found = engine("plain", DATA / "checkpoints" / name, how, VLLM_ENABLE_V1_MULTIPROCESSING=processes)
     assert found == [served[name][0]]
 

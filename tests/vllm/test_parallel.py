@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.vllm.conftest import results
-from tests.vllm_cases import DATA, change, multiply, write_llama
+from tests.vllm_cases import DATA, change, multiply, requantize, write_llama
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
@@ -20,13 +20,19 @@ SPLIT = {  # by name: what runs on two ranks, with which options
     "experts of FP8, each on one rank": ("qwen3moe_fp8", EXPERTS),
     "experts of FP8 with unequal scales of activations": ("unequal", EXPERTS),
     "files of other ranks' experts unread": ("unequal", EXPERTS | {"enable_ep_weight_filter": True}),
+    "experts of W4A16_AWQ": ("experts_int4", {}),
+    "experts of W4A8_AWQ, each on one rank": ("experts_w4a8", EXPERTS),
     "rows of an expert's group": ("qwen3moe_mixed", {}),
     "FP8": ("llama_fp8_kvfp8", {}),
     "NVFP4": ("llama_nvfp4_kvfp8", {}),
     "W4A8_NVFP4_FP8": ("llama_w4a8_nvfp4_fp8", {}),
+    "W4A16_AWQ": ("int4", {}),
+    "W8A8_SQ_PER_CHANNEL": ("llama_int8_sq", {}),
+    "NVFP4_SVD": ("low_rank", {}),
     "FP8_PB_WO": ("blocks", {}),
     "rows of a block": ("llama_fp8_pb_wo", {}),
     "columns of a group": ("groups", {}),
+    "columns of a group of int4": ("llama_int4_awq", {}),
 }
 DATA_PARALLEL = EXPERTS | {"tensor_parallel_size": 1, "data_parallel_size": 2}
 SHARED = {  # by name: experts whose tokens come from both ranks
@@ -39,6 +45,11 @@ REFUSED = {
         "model.layers.0.mlp.down_proj",
         "each rank 24 of 48 columns",
         "multiple of the group size 16",
+    ),
+    "columns of a group of int4": (
+        "model.layers.0.self_attn.o_proj",
+        "each rank 64 of 128 columns",
+        "multiple of the group size 128",
     ),
     "rows of an expert's group": (
         "model.layers.0.mlp.experts",
@@ -57,6 +68,10 @@ def directories(tmp_path_factory):
     made = {
         "blocks": write_llama(place / "blocks", "FP8_PB_WO", rng, hidden=512, inner=512, heads=4, kv_heads=2),
         "groups": write_llama(place / "groups", "NVFP4", rng, hidden=128, inner=48, heads=4, kv_heads=2),
+        "int4": write_llama(place / "int4", "W4A16_AWQ", rng, hidden=256, inner=256, heads=8, kv_heads=2),
+        "experts_int4": requantize(place / "experts_int4", "qwen3moe_fp8", "W4A16_AWQ", 32),
+        "experts_w4a8": requantize(place / "experts_w4a8", "qwen3moe_fp8", "W4A8_AWQ", 32),
+        "low_rank": requantize(place / "low_rank", "llama_fp8_kvfp8", "NVFP4_SVD"),
         "unequal": place / "unequal",
         "qwen3moe_mixed": DATA / "exports" / "qwen3moe_mixed",
     }

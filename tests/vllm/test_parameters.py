@@ -19,6 +19,7 @@ pytestmark = [
 
 MOQEXT_ALONE = {  # and what vLLM says
     "llama_fp8_pb_wo": "0-dim",
+    **dict.fromkeys(("llama_int4_awq", "llama_int8_sq", "llama_w4a8_awq"), "currently only supports"),
     "llama_w4a8_nvfp4_fp8": "currently only supports",
     "llama_w4a8_mxfp4_fp8": "currently only supports",
     "mxfp4": "currently only supports",
@@ -32,10 +33,6 @@ MOQEXT_ALONE = {  # and what vLLM says
     "w4a8_nvfp4_fp8": "currently only supports",
 }
 NEITHER = {  # and what both, or first moqext and then vLLM, say
-    **dict.fromkeys(
-        ("llama_int4_awq", "llama_int8_sq", "llama_w4a8_awq"),
-        ("does not load it here", "currently only supports"),
-    ),
     "deepseek_nvfp4": ("e_score_correction_bias|MLA attention on CPU",),
     "fp8_embedding": ("embed_tokens.weight_scale",),
     "gpt_oss_mxfp8": ("divisible by 32, got 48",),

@@ -9,7 +9,8 @@ from tests.vllm_cases import DATA, change, multiply
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
 
-NAMES = ("llama_fp8_kvfp8", "llama_nvfp4_kvfp8", "llama_w4a16_nvfp4", "qwen3moe_nvfp4")
+NAMES = ("llama_fp8_kvfp8", "llama_nvfp4_kvfp8", "llama_w4a16_nvfp4", "llama_int4_awq", "llama_int8_sq")
+NAMES += ("qwen3moe_nvfp4",)
 
 
 def rescale(tensors):

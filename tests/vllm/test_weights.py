@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.unsanitized]
 NAMES = (
     *("checkpoints/llama_fp8_kvfp8", "checkpoints/llama_fp8_pc_pt", "checkpoints/llama_w4a8_nvfp4_fp8"),
     *("checkpoints/llama_nvfp4_kvfp8", "exports/fp8_pb_wo_unaligned", "exports/nvfp4_lm_head"),
+    *("checkpoints/llama_int4_awq", "checkpoints/llama_w4a8_awq", "checkpoints/llama_int8_sq"),
     *("checkpoints/qwen3moe_fp8", "checkpoints/qwen3moe_nvfp4", "exports/mixtral_nvfp4"),
 )
 ROUNDINGS = 8 * 2.0**-24
