@@ -207,6 +207,8 @@ class QuantLinear(PreparedModule):
             RuntimeError: a gradient of the weight is asked for, or the layer is traced unprepared.
             ValueError, TypeError: x has another shape or dtype.
         """
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x: expected a torch.Tensor, got {type(x)}")
         kind = x.device.type
         if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and x.dtype in DTYPES:
             with torch.autocast(kind, enabled=False):

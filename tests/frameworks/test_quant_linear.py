@@ -259,6 +259,13 @@ def test_arguments_that_cannot_be():
         QuantLinear(128, 48, "MIXED_PRECISION")
 
 
+def test_what_is_no_tensor_of_torch_is_named(rng):
+    linear = filled(case_of(rng, "FP8"))
+    for x in (np.zeros((2, 128), np.float32), [0.0] * 128, None):
+        with pytest.raises(TypeError, match=r"x: expected a torch\.Tensor, got <class"):
+            linear(x)
+
+
 CASES = [
     "nvfp4_bias_kvnvfp4",
     "fp8_bias_kvfp8",

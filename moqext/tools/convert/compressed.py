@@ -169,7 +169,7 @@ def _algo(checkpoint: CheckpointReader, record: LayerRecord | Projection) -> str
     elif record.quant_algo not in _SCHEMES or record.group_size not in (None, _group_size(record.quant_algo)):
         why = record.format
     if why:
-        message = f"{record.name}: {why} has no form in compressed-tensors that is written here"
+        message = f"{why} has no form in compressed-tensors that is written here; bf16 writes plain weights"
         raise CheckpointError(message, file=checkpoint.directory, tensor=record.tensors["weight"])
     for_weights = f"{record.quant_algo} for weights"
     uncalibrated = for_weights in _FORMS and "input_scale" not in record.tensors
