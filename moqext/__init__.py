@@ -1,4 +1,9 @@
-"""Reads NVIDIA ModelOpt checkpoints exactly and runs their FP8 and NVFP4 layers on DLPack tensors."""
+"""Reads, checks, runs and converts NVIDIA ModelOpt checkpoints in FP8, NVFP4, MX and integer formats.
+
+`Checkpoint` opens one, and `Checkpoint.load` makes a layer of it, which multiplies NumPy arrays and tensors
+of any framework with DLPack. `LinearMethod` and `MoEMethod` are for tensors that the caller owns, `ops` has
+operations on tensors, and `moqext.reference`, imported by itself, says in NumPy what the formats mean.
+"""
 
 from moqext import interrupts
 

@@ -112,7 +112,7 @@ class Checkpoint(CheckpointReader):
             device: "cpu" or "cuda:N", or a framework's own object, as `torch.device("cuda", 0)`.
             dtype: of x and y: "bfloat16", "float16" or "float32", or a framework's own object, as
                 `torch.bfloat16`.
-            compute: "exact" or "auto", or for NVFP4 weights "fp8" or "fp4"; see `LinearMethod`.
+            compute: "exact" or "auto", "fp8" for NVFP4 and MX weights, "fp4" for NVFP4; see `LinearMethod`.
             top_k: of experts, how many a token has; None for what config.json says.
             activation: of experts, see `MoEMethod`; None for what config.json says, with its limit and alpha.
             experts: the numbers of those to load, in the order of their places; None for all. One scale for

@@ -1,7 +1,9 @@
 """Checkpoint: its parts together, and the weights that come out of it."""
 
+import copy
 import json
 import math
+import pickle
 import shutil
 import sys
 from collections.abc import Callable
@@ -317,3 +319,16 @@ class TestParts:
             assert sorted(record.tensors["weight_scale"] for record in records) == sorted(scales)
             for record in records:
                 assert ckpt.dequantize(record).shape == record.shape
+
+
+def test_a_checkpoint_is_neither_copied_nor_pickled(nvfp4):
+    with Checkpoint(nvfp4) as ckpt:
+        for way in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled; open the directory again"):
+                way(ckpt)
+
+
+@pytest.mark.parametrize("given", [None, 3, b"directory"])
+def test_what_is_no_path_is_named(given):
+    with pytest.raises(TypeError, match="directory: expected a path or a name on the Hub, got <class"):
+        Checkpoint(given)

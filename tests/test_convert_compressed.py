@@ -104,7 +104,7 @@ def test_files_of_modelopt_keep_their_codes(directory, tmp_path):
 @pytest.mark.parametrize("name, why", REFUSED.items())
 def test_a_layer_without_such_a_form_is_refused_by_name(name, why, tmp_path):
     (directory,) = DATA.glob(f"*/{name}")
-    with pytest.raises(CheckpointError, match=f"{why} has no form in compressed-tensors"):
+    with pytest.raises(CheckpointError, match=f"{why} has no form in compressed-tensors .* --to bf16"):
         Checkpoint(directory).convert(tmp_path / "out", to="compressed-tensors")
     assert not (tmp_path / "out").exists()
 

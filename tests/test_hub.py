@@ -259,7 +259,8 @@ def test_what_is_not_there_is_one_line_and_status_2(name, server, run, data):
     for command in ("inspect", "verify"):
         result = run(command, name)
         assert result.returncode == 2
-        assert f"moqext: error: {name}: cannot be fetched from the Hugging Face Hub: " in result.stderr
+        told = f"{name}: no such directory here, and cannot be fetched from the Hugging Face Hub: "
+        assert f"moqext: error: {told}" in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1, result.stderr
     failed = run(f"import moqext; moqext.QuantConfig.from_pretrained({name!r})")
     assert "ConfigError" in failed.stderr

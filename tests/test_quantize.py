@@ -198,6 +198,27 @@ def test_only_some_experts_of_a_stack(rng, tmp_path):
         np.testing.assert_array_equal(kept, stack[1, 32:].astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
+def test_blocks_of_experts_written_here_are_no_suspects(rng, tmp_path):
+    """Gate and up have blocks of their own; a width of no multiple of 128 gave away that others' have not."""
+    gates = {
+        f"model.layers.0.mlp.experts.{e}.{n}_proj.weight": (48, 128) for e in (0, 1) for n in ("gate", "up")
+    }
+    shapes = gates | {f"model.layers.0.mlp.experts.{e}.down_proj.weight": (128, 48) for e in (0, 1)}
+    tensors = {name: matrix(rng, *shape) for name, shape in shapes.items()}
+    with write(tmp_path / "in", tensors, model_type="qwen3_moe") as source:
+        source.quantize(tmp_path / "out", to="FP8_PB_WO")
+    with moqext.Checkpoint(tmp_path / "out") as made:
+        assert "possibly_clipped_blocks" not in [problem.code for problem in made.problems]
+        for name, values in tensors.items():
+            error = made.dequantize(name.removesuffix(".weight")) - values
+            assert np.linalg.norm(error) < 0.04 * np.linalg.norm(values)
+    for name in ("config.json", "hf_quant_config.json"):
+        file = tmp_path / "out" / name
+        file.write_text(file.read_text().replace("+moqext.", "+another."))
+    with moqext.Checkpoint(tmp_path / "out") as others:
+        assert "possibly_clipped_blocks" in [problem.code for problem in others.problems]
+
+
 @pytest.mark.parametrize(
     "to", ["FP8", "NVFP4", "MXFP4", "MXFP8", "W4A8_NVFP4_FP8", "FP8_PER_CHANNEL_PER_TOKEN"]
 )

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,8 @@ def test_all_right_on_the_cpu(few: None, capsys: pytest.CaptureFixture[str], tmp
         *(f"{name}," for name in kernels),
     ]
     assert all(line.endswith(" ok") for line in lines[1 : 1 + 2 * len(kernels)])
-    assert lines[-2:] == ["result: all right", f"written to {file}"]
+    reached = "result: all right, of the formats that were reached; more --seconds reach the others"
+    assert lines[-2:] == [reached, f"written to {file}"]
     assert "; seed 3" in "\n".join(lines)
     report = json.loads(file.read_text())
     assert report["good"] is True
@@ -80,6 +82,16 @@ def test_all_right_on_the_cpu(few: None, capsys: pytest.CaptureFixture[str], tmp
         assert row["verdict"] == "ok"
         assert 0 < row["of_limit"] < 1
         assert set(row["checked"]) == {"NVFP4", "W8A16"} <= set(row["formats"])
+
+
+def test_the_verdict_tells_whether_all_formats_were_reached() -> None:
+    row = SimpleNamespace(verdict="ok", faults=[], checked=["FP8"], formats=["FP8"])
+    test: Any = SimpleNamespace(layers=1, rows=[row])
+    (*_, last) = command._summary(test, "cpu", 1, None, None)
+    assert last.text == "result: all right"
+    row.formats.append("NVFP4")
+    (*_, last) = command._summary(test, "cpu", 1, None, None)
+    assert "of the formats that were reached" in last.text
 
 
 @pytest.mark.parametrize("kind", [LinearMethod, MoEMethod])

@@ -1,4 +1,4 @@
-/* The places where Python has cuBLASLt: see cublaslt.h. */
+/* The places where Python has cuBLASLt: see py_cublaslt.h. */
 #include "binding/py_cublaslt.h"
 
 #include <stdio.h>

@@ -280,8 +280,7 @@ static void deallocate(PyObject *self) {
 static PyMethodDef MOE_METHODS[] = {
     {"prepare", (PyCFunction)(void (*)(void))prepare, METH_FASTCALL | METH_KEYWORDS,
      "prepare(params, out=None, origins=None) -> dict of prepared tensors; origins: what biases "
-     "and "
-     "input scales were computed of, which out may not share memory with"},
+     "and input scales were computed of, which out may not share memory with"},
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL | METH_KEYWORDS,
      "run(x, params, topk_weights, topk_ids, expert_map=None, "
      "apply_router_weight_on_input=False, out=None, accumulate=False, stream=None, x_scale=None) "

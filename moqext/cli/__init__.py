@@ -10,14 +10,20 @@ from moqext.reader.files.places import NO_CHECKPOINT
 from moqext.reader.records import Findings
 
 
-def add_checkpoint(parser: argparse.ArgumentParser, *, whole: bool = False, optional: bool = False) -> None:
+def add_checkpoint(
+    parser: argparse.ArgumentParser,
+    *,
+    what: str = "a ModelOpt checkpoint",
+    whole: bool = False,
+    optional: bool = False,
+) -> None:
     """Declares the arguments that name a checkpoint, or one that is `whole`; `open_checkpoint` takes them."""
     one_file = "" if whole else ", one .safetensors file"
     parser.add_argument(
         "directory",
         nargs="?" if optional else None,
         metavar="DIR" if optional else None,
-        help=f"a ModelOpt checkpoint{one_file}, or org/name[@revision] on the Hugging Face Hub",
+        help=f"{what}{one_file}, or org/name[@revision] on the Hugging Face Hub",
     )
     parser.add_argument(
         "--component",

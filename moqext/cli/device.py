@@ -30,7 +30,7 @@ def add_compute(parser: argparse.ArgumentParser) -> None:
         "--compute",
         default="exact",
         choices=("exact", "fp8", "fp4", "auto"),
-        help="how NVFP4 weights are multiplied",
+        help="how NVFP4 and MX weights are multiplied",
     )
 
 

@@ -24,7 +24,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "status: 0, 2 for wrong arguments, a checkpoint that cannot be quantized so, or a target that "
         "cannot be written.",
     )
-    add_checkpoint(parser)
+    add_checkpoint(parser, what="a model in 16 or 32 bits, a directory of safetensors")
     parser.add_argument("out", help="directory to write to")
     parser.add_argument("--to", metavar="ALGORITHM", help=f"{', '.join(WRITTEN)}")
     parser.add_argument(

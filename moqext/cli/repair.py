@@ -88,9 +88,9 @@ def as_data(plan: RepairPlan, result: Repair | None) -> dict[str, Any]:
 
 def as_text(plan: RepairPlan, result: Repair | None, source: str, columns: int | None) -> list[text.Line]:
     """Every change by code, what is left with the reasons, and what was written."""
-    if not plan.changes and not plan.left:
-        return [text.Line(f"{source}: nothing to repair")]
     lines: list[text.Line] = []
+    if not plan.changes and not plan.errors:
+        lines.append(text.Line(f"{source}: nothing to repair"))
     if plan.changes:
         lines += _heading("Repaired" if result else "To repair", len(plan.changes), "change")
         lines += _changes(plan.changes, columns)

@@ -173,7 +173,9 @@ def _summary(
         f"{text.plural(missed, 'kernel')} not reached: give it more --seconds" if missed else "",
         "" if test.rows else "no kernel runs here",
     ]
-    verdict = ", ".join(part for part in told if part) or "all right"
+    partly = any(len(row.checked) < len(row.formats) for row in test.rows)
+    right = "all right, of the formats that were reached; more --seconds reach the others"
+    verdict = ", ".join(part for part in told if part) or (right if partly else "all right")
     lines += [
         text.Line(line, "error" if wrong or not test.rows else None)
         for line in text.wrap(f"result: {verdict}", columns)

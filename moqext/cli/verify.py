@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         rest = plain_tensors(checkpoint, findings, args.layers)
         misnamed = args.layers is not None and not missing
         if not weights and (misnamed or worst_severity(problems) != "error"):
-            raise CheckpointError(_why_nothing(checkpoint, args.layers, rest), file=checkpoint.directory)
+            raise CheckpointError(_why_nothing(checkpoint, args.layers, rest), file=checkpoint.name)
         table = None if args.json else Table(weights, chosen, args.dtype, text.width())
         rows = _told(verify_checkpoint(checkpoint, weights, seed, **options), weights, table)
         report = Report(rows, problems, rest, missing, len(weights))

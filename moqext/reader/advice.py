@@ -23,7 +23,8 @@ ADVICE: dict[str, str] = {
     "duplicate_tensor": f"{_NOTHING} {_REPAIR}",
     "unindexed_tensor": "Run `moqext repair`: engines that follow the index miss the tensor.",
     "unreadable_dtype": f"{_NOTHING} Where an engine needs the tensor, read it by safetensors' own package.",
-    "no_quant_config": "Get hf_quant_config.json from the publisher, or let `moqext repair` write it.",
+    "no_quant_config": "Get hf_quant_config.json from the publisher, or let `moqext repair` write it."
+    " ComfyUI's files have none.",
     "config_conflict": "Run `moqext repair`, or correct the file that the message says is not followed.",
     "config_note": "Read the message; correct the field where something else is meant.",
     "listed_module_missing": f"{_NOTHING} Look for a half download where the module should be there.",

@@ -1,13 +1,12 @@
 """One checkpoint: its quantization configuration and its tensors, and what follows from the two together."""
 
-import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from numpy.typing import NDArray
 
@@ -79,12 +78,15 @@ class CheckpointReader:
                 ComfyUI does; None for what the files say.
 
         Raises:
+            TypeError: `directory` is no path.
             ValueError: `scale_layout` or `nibbles` is none of these.
             CheckpointError: there is no such directory or file, it has several checkpoints below it or
                 weights in another form, it cannot be read, or a safetensors file in it is malformed.
             ConfigError: a quantization configuration cannot be understood.
         """
         check_options(scale_layout, nibbles)
+        if not isinstance(directory, str | os.PathLike):
+            raise TypeError(f"directory: expected a path or a name on the Hub, got {type(directory)}")
         self.scale_layout, self.nibbles = scale_layout, nibbles
         given = os.fspath(directory)
         self._stand_in: TemporaryDirectory[str] | None = None
@@ -168,7 +170,8 @@ class CheckpointReader:
 
     def with_files(self, files: TensorFiles) -> Self:
         """The checkpoint with other tensors: what is found in them is found anew."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         for name in ("_by_name", "_layouts", "_lost", "file_problems"):
             other.__dict__.pop(name, None)
         other.files = files
@@ -366,6 +369,9 @@ class CheckpointReader:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} has files open: it cannot be copied or pickled; open the directory again")
 
     def __repr__(self) -> str:
         return f"<Checkpoint {str(self.directory)!r}: {len(self.tensors)} tensors>"

@@ -86,6 +86,9 @@ FUSED_GROUPS: tuple[tuple[str, ...], ...] = tuple(parts for parts, _ in _NAMES["
 FUSED_NAMES: dict[str, tuple[str, ...]] = {name: parts for parts, names in _NAMES["fused"] for name in names}
 """Names that engines give to fused groups; hand-edited configurations use them."""
 
+QUANTIZED_HERE = "+moqext."
+"""Part of the version of the exporter, in configurations that `quantize` wrote."""
+
 INTERLEAVED_ARCHITECTURES = frozenset(("GptOssForCausalLM",))
 """Architectures whose gate_up_proj alternates gate and up instead of putting one after the other."""
 

@@ -21,8 +21,9 @@ LOW_RANK = ("lora_a", "lora_b")
 """The prepared tensors that only NVFP4_SVD has: the last arguments."""
 
 NO_GRADIENT = (
-    "moqext layers have no gradient: call them under torch.no_grad() or torch.inference_mode(), or pass "
-    "x.detach()"
+    "moqext's experts, norms and activations have no gradient: call them under torch.no_grad() or "
+    "torch.inference_mode(), or pass x.detach(); to train adapters beside linears, load the model by "
+    "moqext_transformers.from_pretrained(..., fuse=False)"
 )
 ONLY_BACKWARD = (
     "moqext linears have gradients of x and of their bias, backward and once, and no others; those of "

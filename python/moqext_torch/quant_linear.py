@@ -136,10 +136,17 @@ class QuantLinear(PreparedModule):
             batch_invariant: as for the class.
 
         Raises:
-            UnsupportedQuantization, CheckpointError: as `Checkpoint.load`.
+            UnsupportedQuantization, CheckpointError, ValueError: as `Checkpoint.load`.
+            TypeError: `names` has no name or record.
         """
-        wanted = [names] if isinstance(names, (str, LayerRecord)) else list(names)
-        records = [checkpoint.layer(item) if isinstance(item, str) else item for item in wanted]
+        wanted = [names] if isinstance(names, (str, LayerRecord, Projection)) else names
+        if not isinstance(wanted, Iterable):
+            raise TypeError(f"names: expected a name, a record or several of them, got {type(wanted)}")
+        records = [
+            item if isinstance(item, (LayerRecord, Projection)) else checkpoint.layer(item) for item in wanted
+        ]
+        if not records:
+            raise ValueError("names: expected at least one name, got none")
         about = {"compute": compute, "dtype": dtype, "batch_invariant": batch_invariant}
         layer = cls.empty_like(records, device="meta", **about)
         tensors = _read(checkpoint, records, [*layer._specs, "bias"])
@@ -207,6 +214,8 @@ class QuantLinear(PreparedModule):
             RuntimeError: a gradient of the weight is asked for, or the layer is traced unprepared.
             ValueError, TypeError: x has another shape or dtype.
         """
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x: expected a torch.Tensor, got {type(x)}")
         kind = x.device.type
         if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and x.dtype in DTYPES:
             with torch.autocast(kind, enabled=False):
@@ -368,8 +377,10 @@ class QuantLinear(PreparedModule):
 def refuse_unfit(record: LayerRecord | Projection) -> None:
     """Raises where a record is no linear, or an error stands against it."""
     if not isinstance(record, LayerRecord) or record.kind != "linear":
+        experts = isinstance(record, Projection) or record.kind == "moe"
+        hint = "; QuantMoE.from_checkpoint takes a layer of experts" if experts else ""
         raise UnsupportedQuantization(
-            f"{record.name}: {record.quant_algo} of shape {list(record.shape)} is no linear"
+            f"{record.name}: {record.quant_algo} of shape {list(record.shape)} is no linear{hint}"
         )
     errors = [problem for problem in record.problems if problem.severity == "error"]
     if errors:

@@ -9,7 +9,15 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from moqext import Checkpoint, CheckpointError, LayerRecord, MoEMethod, UnsupportedQuantization, stack_experts
+from moqext import (
+    Checkpoint,
+    CheckpointError,
+    LayerRecord,
+    MoEMethod,
+    Projection,
+    UnsupportedQuantization,
+    stack_experts,
+)
 from moqext.layers.expert_form import find_forms
 from moqext.ops import unpack_nvfp4, unswizzle_block_scales
 from moqext.ops.spelling import Compute
@@ -332,7 +340,7 @@ class QuantMoE(PreparedModule):
 
 
 def _record_of(checkpoint: Checkpoint, name: str | LayerRecord) -> Any:
-    return checkpoint.layer(name) if isinstance(name, str) else name
+    return name if isinstance(name, (LayerRecord, Projection)) else checkpoint.layer(name)
 
 
 def refuse_unfit_experts(checkpoint: Checkpoint, record: Any) -> dict[str, Any]:

@@ -54,8 +54,8 @@ def replace_linears(
 
     A module with all experts of a layer, as those of Transformers, becomes a `QuantExperts`. Everything is
     read, checked and prepared before the model changes. A linear that the checkpoint holds unquantized stays
-    what it is, as does a head tied to the embedding. A quantized embedding table is dequantized into the
-    model's own.
+    what it is, as does a head tied to the embedding. Quantized embedding tables and convolutions are
+    dequantized into the model's own.
 
     Args:
         model: any module; its parameters may be on the meta device.
@@ -74,9 +74,12 @@ def replace_linears(
         CheckpointError: a problem of severity "error" stands against the checkpoint.
         UnsupportedQuantization: an algorithm that does not run, experts in several formats, or a module of
             experts that is none of those known.
+        TypeError: `model` is no module.
         ValueError: the two do not fit: it lists quantized layers without a linear, other shapes, biases of
             one side only, and with `load` tensors that one of them lacks.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model)}")
     rename = rename or (lambda name: name)
     about = {"compute": compute, "batch_invariant": batch_invariant}
     if not isinstance(checkpoint, Checkpoint):
@@ -194,7 +197,7 @@ def find_places(
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _DEQUANTIZED = (torch.nn.Embedding, *_CONVOLUTIONS)
 _ROWS_FIRST = (torch.nn.Linear, *_DEQUANTIZED)
-_WANTED = {"moe": "module of experts", "convolution": "convolution"}
+_WANTED = {"moe": "module of experts", "embedding": "nn.Embedding", "convolution": "convolution"}
 
 
 def is_linear(module: Any) -> bool:

@@ -71,7 +71,7 @@ def test_a_device_that_is_not_there(device, source, tmp_path, capsys, monkeypatc
 @each(
     "arguments, told",
     [
-        ([], "to: expected an algorithm, or a rule with one"),
+        ([], "to: expected an algorithm, or a rule with one, of FP8, .*MXFP8"),
         (["--rule", "*.mlp.* none"], "to: expected an algorithm, or a rule with one"),
         (["--to", "NVFP5"], "to: expected one of FP8, .* got 'NVFP5'"),
         (["--to", "INT4_AWQ"], "to: expected one of FP8, .* got 'INT4_AWQ'"),
@@ -84,6 +84,7 @@ def test_a_device_that_is_not_there(device, source, tmp_path, capsys, monkeypatc
         (["--to", "FP8", "--scales", "nowhere.json"], "nowhere.json: cannot be read|nowhere.json"),
         (["--to", "MXFP8", "--scale-search", "mse"], "scale_search: mse is for FP8_PER.* none of these"),
         (["--to", "MXFP8", "--exclude", "*"], "no linear to quantize is left"),
+        (["--rule", "*nowhere* FP8"], r"no linear to quantize is left; '\*nowhere\*.*' fits no linear"),
     ],
 )
 def test_what_is_refused_is_one_line_and_status_2(arguments, told, source, tmp_path, capsys):

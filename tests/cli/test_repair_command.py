@@ -56,6 +56,9 @@ def test_without_a_target_it_only_tells(source, tmp_path, capsys):
 def test_nothing_to_repair(data, tmp_path, capsys):
     assert main(["repair", str(data / NVFP4), str(tmp_path / "out")]) == 1
     assert capsys.readouterr().out == f"{data / NVFP4}: nothing to repair\n"
+    mixed = data / "exports" / "mixed_in_qkv"
+    assert main(["repair", str(mixed), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().out.startswith(f"{mixed}: nothing to repair\nLeft: 2 problems\n")
     assert not (tmp_path / "out").exists()
 
 

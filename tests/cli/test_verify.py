@@ -286,8 +286,9 @@ def test_nothing_to_verify_is_told_in_one_line(data, tmp_path, capsys):
     assert main(["verify", str(tmp_path)]) == 2
     assert "no checkpoint: neither" in capsys.readouterr().err
     shutil.copy(data / "checkpoints" / "llama_bf16.safetensors", tmp_path / "model.safetensors")
-    assert main(["verify", str(tmp_path)]) == 2
-    assert "nothing to verify: no layer is quantized" in capsys.readouterr().err
+    for given in (tmp_path, tmp_path / "model.safetensors"):
+        assert main(["verify", str(given)]) == 2
+        assert f"{given}: nothing to verify: no layer is quantized" in capsys.readouterr().err
     (tmp_path / "model.safetensors").unlink()
     shutil.copy(data / "checkpoints" / "llama_fp8_kvfp8" / "hf_quant_config.json", tmp_path)
     assert main(["verify", str(tmp_path)]) == 2

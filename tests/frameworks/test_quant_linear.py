@@ -259,6 +259,13 @@ def test_arguments_that_cannot_be():
         QuantLinear(128, 48, "MIXED_PRECISION")
 
 
+def test_what_is_no_tensor_of_torch_is_named(rng):
+    linear = filled(case_of(rng, "FP8"))
+    for x in (np.zeros((2, 128), np.float32), [0.0] * 128, None):
+        with pytest.raises(TypeError, match=r"x: expected a torch\.Tensor, got <class"):
+            linear(x)
+
+
 CASES = [
     "nvfp4_bias_kvnvfp4",
     "fp8_bias_kvfp8",
@@ -322,8 +329,15 @@ def test_what_is_no_linear_is_refused_by_name(data):
     with moqext.Checkpoint(data / "exports" / "llama4_nvfp4") as ckpt:
         experts = next(layer for layer in ckpt.layers() if layer.kind == "moe")
         for name in (experts.name, experts.projections[0].name):
-            with pytest.raises(moqext.UnsupportedQuantization, match=f"{name}: .*is no linear"):
+            with pytest.raises(moqext.UnsupportedQuantization, match=f"{name}: .*is no linear; QuantMoE"):
                 QuantLinear.from_checkpoint(ckpt, name)
+            with pytest.raises(moqext.UnsupportedQuantization, match=f"{name}: .*is no linear; QuantMoE"):
+                QuantLinear.from_checkpoint(ckpt, experts if name == experts.name else experts.projections[0])
+        for wrong in (None, 3):
+            with pytest.raises(TypeError, match="names: expected a name, a record or several"):
+                QuantLinear.from_checkpoint(ckpt, wrong)
+        with pytest.raises(ValueError, match="names: expected at least one name"):
+            QuantLinear.from_checkpoint(ckpt, [])
 
 
 @pytest.mark.parametrize("algo", ["FP8", "NVFP4"])

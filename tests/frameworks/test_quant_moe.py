@@ -384,3 +384,10 @@ def test_what_it_is_is_shown(rng):
     layer = filled_moe(moe_case(rng, "NVFP4", bias="float32")).prepare()
     assert repr(layer).startswith("QuantMoE(4 x 128 -> 96, top 2, NVFP4 g16, silu, compute=exact, bias=True")
     assert layer.method.backend in repr(layer)
+
+
+def test_what_is_no_name_of_experts_is_refused(data):
+    with moqext.Checkpoint(data / "exports" / "llama4_nvfp4") as ckpt:
+        for wrong in (None, 3):
+            with pytest.raises(TypeError, match="layer: expected a name or a record, got <class"):
+                QuantMoE.from_checkpoint(ckpt, wrong)

@@ -124,6 +124,19 @@ def test_quantized_embeddings_are_dequantized(exports):
     assert model.model.embed_tokens.weight.equal(table)
 
 
+def test_a_table_that_the_model_lacks_is_asked_for_as_one(exports):
+    with moqext.Checkpoint(exports / "fp8_embedding") as ckpt:
+        model = skeleton(ckpt)
+        del model.model.embed_tokens
+        with pytest.raises(ValueError, match=r"embed_tokens: quantized .*, no nn\.Embedding in the model"):
+            replace_linears(model, ckpt)
+
+
+def test_arguments_the_wrong_way_round(exports):
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got <class 'str'>"):
+        replace_linears(str(exports / "fp8_lm_head"), torch.nn.Linear(8, 8))
+
+
 def test_convolutions_in_fp8_are_dequantized(rng, tmp_path):
     save_file = pytest.importorskip("safetensors.torch").save_file
     codes = rng.integers(0, 0x7F, (6, 4, 3, 3), dtype=np.uint8)

@@ -187,4 +187,5 @@ def _told(name: HubName) -> Iterator[None]:
         raise
     except Exception as error:  # the library's own errors, and those of the client it uses, share no base
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"cannot be fetched from the Hugging Face Hub: {reason}", file=shown) from error
+        message = f"no such directory here, and cannot be fetched from the Hugging Face Hub: {reason}"
+        raise CheckpointError(message, file=shown) from error

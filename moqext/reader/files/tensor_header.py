@@ -218,7 +218,8 @@ def _parse_tensor(name: str, entry: object, file: Path, data_begin: int, size: i
     begin, end = offsets
     room = size - data_begin
     if end > room:
-        refuse(f"data_offsets end at {end}, the file has {room} bytes of data (truncated?)")
+        data = f"the file has {room} bytes of data (truncated?)"
+        refuse(f"data_offsets end at {end}, {data}; download it again, or copy it whole")
     count = math.prod(shape)
     elements = count or math.prod(extent for extent in shape if extent)  # no byte backs extents beside a 0
     if elements >= 2**60:

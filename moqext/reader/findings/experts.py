@@ -38,8 +38,13 @@ def find_expert_groups(
     unquantized: Mapping[str, Tensor],
     scales: Scales,
     counts: ExpertCounts,
+    *,
+    clips: bool,
 ) -> list[LayerRecord]:
-    """One record for each container of experts that are stored one by one and not all unquantized."""
+    """One record for each container of experts that are stored one by one and not all unquantized.
+
+    `clips` tells whether the producer may have scaled gate and up in blocks of the two as one weight.
+    """
     groups: dict[str, dict[tuple[int, str], LayerRecord]] = defaultdict(dict)
     plain: dict[str, set[tuple[int, str]]] = defaultdict(set)
     for name, record in layers.items():
@@ -48,7 +53,7 @@ def find_expert_groups(
     for name in unquantized:
         if (expert := parse_expert_name(name)) and expert.container in groups:
             plain[expert.container].add((expert.expert, expert.projection))
-    return [_group(name, experts, plain[name], scales, counts) for name, experts in groups.items()]
+    return [_group(name, experts, plain[name], scales, counts, clips) for name, experts in groups.items()]
 
 
 def _group(
@@ -57,6 +62,7 @@ def _group(
     plain: set[tuple[int, str]],
     scales: Scales,
     counts: ExpertCounts,
+    clips: bool,
 ) -> LayerRecord:
     keys = sorted(experts, key=lambda key: (key[0], _rank(key[1]), key[1]))
     members = tuple(experts[key] for key in keys)
@@ -66,7 +72,7 @@ def _group(
     shape, misshapen = _group_shape(name, experts)
     problems += misshapen or counts.check_width(name, shape[2])
     problems += _member_input_scales(name, members)
-    problems += _clipped(name, experts)
+    problems += _clipped(name, experts) if clips else []
     problems += _unequal_gate_up(name, experts, scales)
     return LayerRecord(
         name=name,

@@ -35,6 +35,7 @@ from moqext.reader.naming import (
     FUSED_NAMES,
     PREFIXES,
     PROJECTIONS,
+    QUANTIZED_HERE,
     is_never_quantized,
     number_order,
     parse_expert_name,
@@ -93,7 +94,8 @@ def find_layers(
     problems += find_fused_problems(layers, unquantized, scales)
     rows = {name: info.shape[0] for name, info in unquantized.items() if info.shape}
     counts = ExpertCounts(inventory.weight_shapes(), rows, model or {})
-    groups = find_expert_groups(layers, unquantized, scales, counts)
+    written_here = config is not None and QUANTIZED_HERE in (config.producer.version or "")
+    groups = find_expert_groups(layers, unquantized, scales, counts, clips=not written_here)
     found, unnamed = find_stacked_groups(stacked, inventory, config, scales, architectures, counts)
     groups += found
     groups = [mark_outlying_scales(group, scales) for group in groups]

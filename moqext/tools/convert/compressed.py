@@ -33,6 +33,9 @@ from moqext.tools.convert.plan import Plan, sort_plain
 from moqext.tools.convert.stored_jobs import copy_job, in_order, plain_modules, records_of, scale_job
 
 _CACHE = ("k_scale", "v_scale", "q_scale")
+_NO_FORM = (
+    'has no form in compressed-tensors that is written here; --to bf16 (to="bf16") writes plain weights'
+)
 
 
 class Scheme(NamedTuple):
@@ -169,8 +172,7 @@ def _algo(checkpoint: CheckpointReader, record: LayerRecord | Projection) -> str
     elif record.quant_algo not in _SCHEMES or record.group_size not in (None, _group_size(record.quant_algo)):
         why = record.format
     if why:
-        message = f"{record.name}: {why} has no form in compressed-tensors that is written here"
-        raise CheckpointError(message, file=checkpoint.directory, tensor=record.tensors["weight"])
+        raise CheckpointError(f"{why} {_NO_FORM}", file=checkpoint.directory, tensor=record.tensors["weight"])
     for_weights = f"{record.quant_algo} for weights"
     uncalibrated = for_weights in _FORMS and "input_scale" not in record.tensors
     return for_weights if uncalibrated else record.quant_algo
@@ -223,8 +225,7 @@ def _configuration(
         }
     styles = {_FORMS[algo].style for algo in schemes}
     if kv_algo not in (None, "FP8"):
-        message = f"a cache in {kv_algo} has no form in compressed-tensors that is written here"
-        raise CheckpointError(message, file=checkpoint.directory)
+        raise CheckpointError(f"a cache in {kv_algo} {_NO_FORM}", file=checkpoint.directory)
     return {
         "quant_method": NAME,
         "quantization_status": "compressed",

@@ -17,7 +17,7 @@ import numpy as np
 from moqext import _C
 from moqext.algorithms import STATIC_ACTIVATIONS
 from moqext.errors import CheckpointError
-from moqext.ops.quantize_weights import SEARCHED, ScaleSearch
+from moqext.ops.quantize_weights import SEARCHED, WRITTEN, ScaleSearch
 from moqext.ops.spelling import Device, device_name
 from moqext.reader.checkpoint_reader import CheckpointReader, Progress
 from moqext.reader.naming import is_vision
@@ -110,10 +110,11 @@ def quantize_checkpoint(
         weight.module: algo for weight in weights if (algo := selection.quant_algo(weight.module)) is not None
     }
     told = [each.note for each in taken]
-    told += [f"{pattern!r} fits no linear" for pattern in selection.unused()]
+    unused = [f"{pattern!r} fits no linear" for pattern in selection.unused()]
+    told += unused
     chosen = [weight for weight in weights if weight.module in algos]
     if not chosen:
-        raise CheckpointError("no linear to quantize is left", file=checkpoint.directory)
+        raise CheckpointError("; ".join(["no linear to quantize is left", *unused]), file=checkpoint.name)
     amax = _input_amax(scales, algos)
     quantizer: Quantizer = HostQuantizer()
     if place != "cpu":
@@ -172,7 +173,7 @@ def check_options(
     to = None if to is None else algorithm(to, "to")
     algos = {to, *(rule.quant_algo for rule in parsed)} - {None}
     if not algos:
-        raise ValueError("to: expected an algorithm, or a rule with one")
+        raise ValueError(f"to: expected an algorithm, or a rule with one, of {', '.join(WRITTEN)}")
     if search is not None and search not in SEARCHED:
         raise ValueError(f"scale_search: expected one of {', '.join(SEARCHED)}, got {search!r}")
     if search is not None and algos.isdisjoint(SEARCHED[search]):

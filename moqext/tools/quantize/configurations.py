@@ -6,7 +6,7 @@ from typing import Any
 
 from moqext import _C
 from moqext.algorithms import ALGORITHMS
-from moqext.reader.naming import parse_expert_name
+from moqext.reader.naming import QUANTIZED_HERE, parse_expert_name
 from moqext.tools.convert.configurations import Format, write_documents
 from moqext.tools.quantize.rules import summarize
 from moqext.tools.quantize.weights import Weight
@@ -26,7 +26,10 @@ def configurations(
         plain: modules with a matrix that has none.
         kv_algo: how the cache is quantized.
     """
-    producer = {"name": "modelopt", "version": f"{FORMAT_VERSION}+moqext.{_C.build_info()['version']}"}
+    producer = {
+        "name": "modelopt",
+        "version": f"{FORMAT_VERSION}{QUANTIZED_HERE}{_C.build_info()['version']}",
+    }
     formats = {algo: Format(algo, ALGORITHMS[algo].group_size) for algo in algos.values()}
     layers = {name: formats[algo] for name, algo in _layers(algos, weights).items()}
     excluded = summarize(plain, list(algos)) if len(formats) == 1 else []  # what is not listed is plain
