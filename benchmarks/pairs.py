@@ -261,6 +261,7 @@ ENGINE = {
     "vllm": LLAMA,
     "vllm-64": f"{LLAMA}, engines in turn",
     "vllm-busy": f"{LLAMA}, engines in turn",
+    "vllm-compressed": f"{LLAMA} of compressed-tensors",
     "vllm-experts": QWEN,
     "vllm-experts-busy": f"{QWEN}, engines in turn",
     "vllm-two": f"{LLAMA}, two GPUs",
