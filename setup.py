@@ -10,8 +10,8 @@ Environment:
                            no GPU for "all" architectures
   MOQEXT_CUDA_ARCHS        "native" (default): the GPUs of this machine, and no CUDA where there is none;
                            "all": "80;89;90a;100f;120f;89-virtual"; or a list of that form. Files of a
-                           folder sm90 are compiled for 90a alone. "check": PTX of one chip, not optimized,
-                           every instruction of which ptxas checks; seconds a file, and no GPU runs it
+                           folder sm90 are compiled for 90a alone. "check": PTX of one chip, compiled
+                           fast (-Ofc=max), whose instructions ptxas checks; no GPU runs it
   MOQEXT_CUDA_HOME         root of the toolkit; otherwise PATH, CUDA_HOME, pip's nvidia-* packages
   MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer, and checks of invariants
   MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower
@@ -474,7 +474,7 @@ class BuildExt(build_ext):
             "-O3",
             "-std=c++17",
             "-t0",
-            *(["-Xcicc", "-O0", "--compress-mode=speed"] if check else ["--compress-mode=size"]),
+            *(["-Ofc=max", "--compress-mode=speed"] if check else ["--compress-mode=size"]),
             *([define("MOQ_CUDA_ARCHS", archs)] if source.name == "devices.cu" else []),
             *([define("MOQ_RACECHECK", 1)] if flag("MOQEXT_RACECHECK") else []),
             *(["-DMOQ_CHECKED"] if flag("MOQEXT_SANITIZE") else []),
