@@ -75,14 +75,21 @@ wheel-aarch64: .venv-wheel/.installed
 release:
 	$(PYTHON) release/check.py
 
-# What another NumPy can break: arrays in and out, the reference, files, and the import itself.
-OF_NUMPY := $(addprefix tests/,binding ops reference core/test_formats.py cpu/test_interrupt.py test_checkpoint.py \
+# What another NumPy can break: arrays in and out, the reference, files, and the import itself, also interrupted.
+OF_NUMPY := $(addprefix tests/,binding ops reference core/test_formats.py \
+              cpu/test_interrupt.py::test_ctrl_c_during_imports_is_one_line_and_130 \
+              cpu/test_interrupt.py::test_other_programs_get_their_exception_during_imports test_checkpoint.py \
               test_compare.py test_convert.py test_interpreters.py test_load.py test_one_byte_dtypes.py test_tensor_files.py)
 
 # What crosses into C: every function of the extension, on right and on hostile arguments, and what fuzzers change.
 OF_C := $(addprefix tests/,binding core cpu ops fuzz/test_changed_files.py $(notdir $(wildcard tests/test_linear*.py \
           tests/test_moe*.py)) test_config.py test_exclusion.py test_experts.py test_extreme_values.py \
           test_quantized_input.py test_route.py test_tensor_header.py test_untrusted.py)
+
+# What of that is Python's alone: imports that are interrupted, and sources that are read as text.
+NOT_OF_C := $(addprefix --deselect=tests/,cpu/test_interrupt.py::test_ctrl_c_during_imports \
+              cpu/test_interrupt.py::test_ctrl_c_that_an_import cpu/test_interrupt.py::test_other_programs_get \
+              core/test_algorithm_table.py::test_no_list_of_algorithms)
 
 oldest: .venv-oldest/.installed
 	.venv-oldest/bin/pytest -q -n $(WORKERS) -p no:cacheprovider $(OF_NUMPY) $(PYTEST)
@@ -115,7 +122,7 @@ SANITIZED = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-fi
   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 
 sanitize: .venv-sanitize/.installed
-	$(SANITIZED) .venv-sanitize/bin/pytest -q -n $(WORKERS) -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(OF_C) $(PYTEST)
+	$(SANITIZED) .venv-sanitize/bin/pytest -q -n $(WORKERS) -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(OF_C) $(NOT_OF_C) $(PYTEST)
 
 # The Python that runs the tests is the one that has a framework for CUDA, torch: moqext must be importable there.
 # For racecheck build with MOQEXT_RACECHECK=1.
