@@ -75,14 +75,21 @@ wheel-aarch64: .venv-wheel/.installed
 release:
 	$(PYTHON) release/check.py
 
-# What another NumPy can break: arrays in and out, the reference, files, and the import itself.
-OF_NUMPY := $(addprefix tests/,binding ops reference core/test_formats.py cpu/test_interrupt.py test_checkpoint.py \
+# What another NumPy can break: arrays in and out, the reference, files, and the import itself, also interrupted.
+OF_NUMPY := $(addprefix tests/,binding ops reference core/test_formats.py \
+              cpu/test_interrupt.py::test_ctrl_c_during_imports_is_one_line_and_130 \
+              cpu/test_interrupt.py::test_other_programs_get_their_exception_during_imports test_checkpoint.py \
               test_compare.py test_convert.py test_interpreters.py test_load.py test_one_byte_dtypes.py test_tensor_files.py)
 
 # What crosses into C: every function of the extension, on right and on hostile arguments, and what fuzzers change.
 OF_C := $(addprefix tests/,binding core cpu ops fuzz/test_changed_files.py $(notdir $(wildcard tests/test_linear*.py \
           tests/test_moe*.py)) test_config.py test_exclusion.py test_experts.py test_extreme_values.py \
           test_quantized_input.py test_route.py test_tensor_header.py test_untrusted.py)
+
+# What of that is Python's alone: imports that are interrupted, and sources that are read as text.
+NOT_OF_C := $(addprefix --deselect=tests/,cpu/test_interrupt.py::test_ctrl_c_during_imports \
+              cpu/test_interrupt.py::test_ctrl_c_that_an_import cpu/test_interrupt.py::test_other_programs_get \
+              core/test_algorithm_table.py::test_no_list_of_algorithms)
 
 oldest: .venv-oldest/.installed
 	.venv-oldest/bin/pytest -q -n $(WORKERS) -p no:cacheprovider $(OF_NUMPY) $(PYTEST)
@@ -96,25 +103,26 @@ sglang: .venv-sglang/.installed
 vllm: .venv-vllm/.installed
 	.venv-vllm/bin/pytest -q -m vllm tests/vllm $(PYTEST)
 
-lint: .venv-lint/.installed
+lint: .venv-lint/.built
 	.venv-lint/bin/ruff check .
 	.venv-lint/bin/ruff format --check .
 	@.venv-lint/bin/clang-format --dry-run -Werror $(C_FILES)
 	.venv-lint/bin/mypy
 
-format: .venv-lint/.installed
+format: .venv-lint/.needs-$(HASH)
 	.venv-lint/bin/ruff check --fix .
 	.venv-lint/bin/ruff format .
 	.venv-lint/bin/clang-format -i $(C_FILES)
 
 # The sanitizers' runtime must be the first library of the process, and the interpreter's own small-object
-# allocator off, so that every byte has a red zone. Python itself leaks by design: no leak check.
+# allocator off, so that every byte has a red zone. Python itself leaks by design: no leak check. A report names six
+# callers of an allocation, which is a sixth of the time less than thirty, since Python allocates all the time.
 SANITIZED = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
-  PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:allocator_may_return_null=1 \
+  PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:allocator_may_return_null=1:malloc_context_size=6 \
   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 
 sanitize: .venv-sanitize/.installed
-	$(SANITIZED) .venv-sanitize/bin/pytest -q -n $(WORKERS) -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(OF_C) $(PYTEST)
+	$(SANITIZED) .venv-sanitize/bin/pytest -q -n $(WORKERS) -p no:cacheprovider -m "not gpu and not slow and not vllm and not sglang and not unsanitized" $(OF_C) $(NOT_OF_C) $(PYTEST)
 
 # The Python that runs the tests is the one that has a framework for CUDA, torch: moqext must be importable there.
 # For racecheck build with MOQEXT_RACECHECK=1.
@@ -175,7 +183,7 @@ define install
 endef
 
 # Warnings are errors (MOQEXT_WERROR=0: they are not) in one flavour of objects for all: C is compiled once.
-WERROR := .venv/.installed .venv/.installed-test .venv-oldest/.installed .venv-lint/.installed .venv-frameworks/.installed
+WERROR := .venv/.installed .venv/.installed-test .venv-oldest/.installed .venv-lint/.built .venv-frameworks/.installed
 $(WERROR): export MOQEXT_WERROR := $(or $(MOQEXT_WERROR),1)
 
 .venv/.needs-$(HASH): .venv/.made-$(HASH)
@@ -204,9 +212,10 @@ $(WERROR): export MOQEXT_WERROR := $(or $(MOQEXT_WERROR),1)
 	$(call needs,.venv-lint,lint)
 	touch $@
 
-.venv-lint/.installed: export MOQEXT_CUDA_ARCHS := $(or $(MOQEXT_CUDA_ARCHS),all)
-.venv-lint/.installed: .venv-lint/.needs-$(HASH) $(SOURCES)
-	$(call install,.venv-lint,)
+.venv-lint/.built: export MOQEXT_CUDA_ARCHS := $(or $(MOQEXT_CUDA_ARCHS),all)
+.venv-lint/.built: .venv-lint/.needs-$(HASH) $(SOURCES)
+	$(FRESH)
+	.venv-lint/bin/python setup.py -q build_ext
 	touch $@
 
 # The CPU build of torch, where the index has one.

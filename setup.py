@@ -10,7 +10,8 @@ Environment:
                            no GPU for "all" architectures
   MOQEXT_CUDA_ARCHS        "native" (default): the GPUs of this machine, and no CUDA where there is none;
                            "all": "80;89;90a;100f;120f;89-virtual"; or a list of that form. Files of a
-                           folder sm90 are compiled for 90a alone
+                           folder sm90 are compiled for 90a alone. "check": PTX of one chip, compiled
+                           fast (-Ofc=max), whose instructions ptxas checks; no GPU runs it
   MOQEXT_CUDA_HOME         root of the toolkit; otherwise PATH, CUDA_HOME, pip's nvidia-* packages
   MOQEXT_SANITIZE=1        AddressSanitizer and UndefinedBehaviorSanitizer, and checks of invariants
   MOQEXT_RACECHECK=1       kernels whose order compute-sanitizer's racecheck can follow; slower
@@ -48,6 +49,7 @@ ROOT = Path(__file__).resolve().parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERSION = PYPROJECT["project"]["version"]
 ALL_ARCHS = "80;89;90a;100f;120f;89-virtual"
+CHECK = "check"  # stands for architectures, also in what a build tells: no GPU finds code of its own there
 FLOORS = ("core", "cpu", "ops", "binding")
 WARNINGS = ["-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Wno-cast-function-type"]
 # Options of files by the end of their name. Files of csrc/cpu for one vector extension end in its name;
@@ -265,6 +267,8 @@ def native_archs(gpus):
 def archs_of(source, archs):
     """Architectures of a file: the build's, or below a folder named for one, as sm90, that one alone."""
     named = re.search(r"/sm(\d+)/", source.as_posix())
+    if archs == CHECK:
+        return f"{named[1]}a-virtual" if named else "89-virtual"
     if not named:
         return archs
     own = [arch for arch in archs.split(";") if arch.rstrip("af") == named[1]]
@@ -461,7 +465,8 @@ class BuildExt(build_ext):
         """The part of nvcc: device code for every arch, and the launchers' host code."""
         archs_here = archs_of(source, archs)
         checks = [name for name in ("racecheck", "sanitize") if flag(f"MOQEXT_{name.upper()}")]
-        flavour = ["cuda", archs_here.replace(";", "_"), *checks]
+        check = archs == CHECK
+        flavour = ["cuda", CHECK if check else archs_here.replace(";", "_"), *checks]
         target = self.target("-".join(flavour), source)
         include = [f"-I{path}" for path in ("csrc", *toolkit.include)]
         host = ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics"]
@@ -469,7 +474,7 @@ class BuildExt(build_ext):
             "-O3",
             "-std=c++17",
             "-t0",
-            "--compress-mode=size",
+            *(["-Ofc=max", "--compress-mode=speed"] if check else ["--compress-mode=size"]),
             *([define("MOQ_CUDA_ARCHS", archs)] if source.name == "devices.cu" else []),
             *([define("MOQ_RACECHECK", 1)] if flag("MOQEXT_RACECHECK") else []),
             *(["-DMOQ_CHECKED"] if flag("MOQEXT_SANITIZE") else []),

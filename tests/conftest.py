@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-# Workers of pytest share the cores: threads of the reference's products would wait for each other, busily.
+# Workers of pytest share the cores, which threads that wait busily would take from each other: those of
+# OpenMP sleep instead, and the reference's products have one.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "OMP_NUM_THREADS" not in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

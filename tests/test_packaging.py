@@ -500,6 +500,20 @@ def test_every_architecture_is_built_by_name_or_where_an_image_demands_cuda(sket
     assert "CUDA (80;89;90a;100f;120f;89-virtual;" in output
 
 
+@needs_compiler
+def test_a_check_compiles_each_file_to_ptx_of_one_chip_fast(sketch, tmp_path, fakes):
+    status, output = build(sketch, tmp_path, **(fakes | {"MOQEXT_CUDA_ARCHS": "check"}))
+    assert status == 0, output
+    assert "built version" in output
+    assert "CUDA (check;" in output
+    for source, arch in (("runtime/devices", "89"), ("sm90/gemm", "90a")):
+        command = next(line for line in output.splitlines() if f" -c csrc/cuda/{source}.cu " in line)
+        assert re.findall(r"-gencode=\S+", command) == [f"-gencode=arch=compute_{arch},code=compute_{arch}"]
+        assert "-Ofc=max" in command
+        assert (tmp_path / "temp" / "cuda-check" / "csrc" / "cuda" / f"{source}.cu.o").is_file()
+    assert "-Ofc" not in build(sketch, tmp_path, **fakes)[1]
+
+
 def test_variables_of_the_build_are_known_when_moqext_is_imported():
     """Each would be taken for one that nothing reads."""
     names = set(re.findall(r"MOQEXT_[A-Z_]+", (ROOT / "setup.py").read_text())) - {"MOQEXT_"}

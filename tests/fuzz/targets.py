@@ -6,6 +6,7 @@ python tests/fuzz/targets.py --check      is there a compiler with libFuzzer?
 import argparse
 import ast
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -80,8 +81,25 @@ def file_options() -> dict[str, list[str]]:
     return found["FILE_OPTIONS"]
 
 
+def sanitized_objects(compiler: str) -> dict[Path, Path]:
+    """Objects of `make sanitize` by source: those of this compiler that are later than every file of csrc."""
+    newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*.[ch]"))
+    found: dict[Path, Path] = {}
+    for made in (ROOT / "build").glob("temp*/c-sanitize/csrc/**/*.o"):
+        stamp = made.with_suffix(".cmd")
+        if made.stat().st_mtime <= newest or not stamp.is_file():
+            continue
+        by = shutil.which(shlex.split(stamp.read_text())[0])
+        if by and os.path.samefile(by, shutil.which(compiler) or compiler):
+            source = made.relative_to(next(up for up in made.parents if up.name == "c-sanitize"))
+            found[ROOT / source.with_suffix("")] = made
+    return found
+
+
 def build(out: Path, compiler: str, *, fuzzer: bool, sanitize: bool) -> dict[str, Path]:
     """Compiles every target into `out` and returns the programs by name.
+
+    Programs that have sanitizers without libFuzzer take the objects of `make sanitize` that are there.
 
     Raises:
         BuildError: a file does not compile; the text is the compiler's.
@@ -95,6 +113,9 @@ def build(out: Path, compiler: str, *, fuzzer: bool, sanitize: bool) -> dict[str
     out.mkdir(parents=True, exist_ok=True)
     files = [*sources, *targets.values()]
     objects = {path: out / f"{'_'.join(path.relative_to(ROOT).with_suffix('.o').parts)}" for path in files}
+    kept = sanitized_objects(compiler) if sanitize and not fuzzer else {}
+    for path in kept.keys() & objects.keys():
+        objects[path].symlink_to(kept[path])
     include = [f"-I{ROOT / 'csrc'}", f"-I{HERE}"]
     options = file_options()
 
@@ -123,7 +144,7 @@ def build(out: Path, compiler: str, *, fuzzer: bool, sanitize: bool) -> dict[str
         return program
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(compile_one, objects))
+        list(pool.map(compile_one, [path for path in objects if path not in kept]))
         return dict(zip(targets, pool.map(link, targets), strict=True))
 
 
