@@ -102,23 +102,12 @@ static uint8_t *codes_of(const moq_weight_codes *w, int64_t row) {
     return (uint8_t *)w->codes + code_bytes(w, row * w->columns);
 }
 
-/* True where quotients are e4m3 codes at once: no scale below amax / 448 was tried. A narrower
- * group would be done value by value. */
-static bool divides_to_e4m3(const moq_weight_codes *w) {
-    return w->code_dtype == MOQ_DT_E4M3 && !w->rounds && w->search == MOQ_SEARCH_NONE &&
-           w->group >= WIDE_GROUP;
-}
-
 static void write_row(const job *j, int64_t row, const float *step) {
     const moq_weight_codes *w = j->w;
     const char *from = row_of(w, row);
     uint8_t *codes = codes_of(w, row);
     const int64_t piece = piece_of(w);
     float values[PIECE];
-    if (divides_to_e4m3(w)) {
-        j->kernels->divide_e4m3(w->dtype, from, w->columns, w->group, step, codes);
-        return;
-    }
     for (int64_t at = 0; at < w->columns; at += piece) {
         int64_t n = w->columns - at < piece ? w->columns - at : piece;
         j->kernels->decode(w->dtype, from + (size_t)at * moq_dtype_size(w->dtype), n, values);
@@ -315,6 +304,18 @@ static bool write_as_activations(const job *j, int64_t row) {
     return !memchr(scales, 0, (size_t)count);
 }
 
+/* ---- FP8 ---- */
+
+/* True where quotients are e4m3 codes at once: each scale is amax / 448, or 1 over zeros. Narrower
+ * groups would be divided value by value. */
+static bool divides_to_e4m3(const moq_weight_codes *w, const band *b) {
+    bool divides =
+        w->code_dtype == MOQ_DT_E4M3 && w->search == MOQ_SEARCH_NONE && w->group >= WIDE_GROUP;
+    for (int64_t g = 0; divides && g < b->count; g++)
+        divides = !isnan(b->amax[g]);
+    return divides;
+}
+
 /* ---- all of it ---- */
 
 static void write_band(const job *j, int64_t index, const band *b) {
@@ -330,8 +331,13 @@ static void write_band(const job *j, int64_t index, const band *b) {
         memcpy((float *)w->scales + index * b->count, b->step, (size_t)b->count * sizeof(float));
     else
         memcpy((uint8_t *)w->scales + index * b->count, b->code, (size_t)b->count);
-    for (int64_t row = 0; row < b->rows; row++)
-        write_row(j, b->first + row, b->step);
+    bool divides = divides_to_e4m3(w, b);
+    for (int64_t row = b->first; row < b->first + b->rows; row++)
+        if (divides)
+            j->kernels->divide_e4m3(w->dtype, row_of(w, row), w->columns, w->group, b->step,
+                                    codes_of(w, row));
+        else
+            write_row(j, row, b->step);
 }
 
 static void work(void *context, int64_t begin, int64_t end) {

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from moqext import UnsupportedQuantization, ops, reference
+from moqext.algorithms import ALGORITHMS
 from moqext.ops.quantize_weights import SEARCHED as SEARCHES
 from moqext.ops.quantize_weights import WRITTEN
 
@@ -55,6 +56,31 @@ def test_bits_of_the_reference(algo, kind, shape, shared, rng):
     assert got.keys() == expected.keys()
     for role, tensor in expected.items():
         assert same_bits(got[role], tensor), role
+
+
+def codes(weight, algo):
+    """Codes one by one, bits of a byte."""
+    raw = carrier(np.asarray(weight)).view(np.uint8)
+    if ALGORITHMS[algo].codes == "e4m3":
+        return raw
+    return np.stack([raw & 15, raw >> 4], axis=-1).reshape(raw.shape[0], -1)
+
+
+@pytest.mark.parametrize("algo", WRITTEN)
+@each("kind", ["nan", "inf", "tiny"])
+@each("shape", [(3, 128), (130, 288), (2, 2080)])
+def test_values_that_are_no_numbers_leave_others_alone(algo, kind, shape, rng):
+    """The sign of a NaN's code is nobody's; all other codes and scales are the reference's."""
+    raw, values = as_dtype(hostile(rng, shape, kind), "bfloat16")
+    amax = None if np.isfinite(values).all() else 3.0
+    got = ops.quantize_weight(raw, algo, amax=amax)
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = reference.quantize_weight(values, algo, amax=amax)
+    for role in expected.keys() - {"weight"}:
+        assert same_bits(got[role], expected[role]), role
+    differ = codes(got["weight"], algo) ^ codes(expected["weight"], algo)
+    differ[np.isnan(values)] &= 0x7F if ALGORITHMS[algo].codes == "e4m3" else 7
+    assert not differ.any()
 
 
 @each("dtype", ["float16", "float32"])
