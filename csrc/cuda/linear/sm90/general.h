@@ -4,8 +4,8 @@
  * of a tile in the 128-byte swizzle. A lane reads columns 4t to 4t + 3 of each 16 of rows g and g +
  * 8, or of int4 of the pair g of rows, and widens them into the fragment of a product: the even
  * ones take the place of columns 2t and 2t + 1, the odd ones that of 2t + 8 and 2t + 9. A warp
- * sorts each 16 columns of x likewise, even ones first, where they lie. Where that does not pay
- * codes are loaded two at a time. Scales, a word for a row and a step, are loaded a step ahead. */
+ * sorts each 16 columns of x in place, even ones first, to match. Where that does not pay codes are
+ * loaded two at a time. Scales, a word for a row and a step, are loaded a step ahead. */
 #ifndef MOQ_CUDA_LINEAR_SM90_GENERAL_H
 #define MOQ_CUDA_LINEAR_SM90_GENERAL_H
 
