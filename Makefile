@@ -98,7 +98,7 @@ frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/pytest -q -n $(WORKERS) tests/frameworks tests/test_snippets.py tests/test_examples.py $(PYTEST)
 
 sglang: .venv-sglang/.installed
-	.venv-sglang/bin/pytest -q -n $(WORKERS) -m sglang tests/frameworks $(PYTEST)
+	.venv-sglang/bin/pytest -q -n $(WORKERS) -m "sglang and not gpu" tests/frameworks $(PYTEST)
 
 vllm: .venv-vllm/.installed
 	.venv-vllm/bin/pytest -q -m vllm tests/vllm $(PYTEST)
