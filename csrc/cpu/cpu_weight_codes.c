@@ -1,5 +1,6 @@
 /* Weights to codes and scales: see cpu_weight_codes.h. A band is the rows that share scales; it is
- * read once for its magnitudes, once for each scale that is tried, and once for its codes. */
+ * read once for its magnitudes, once for each scale that is tried, and once for its codes. Rows of
+ * NVFP4 whose scales are not searched for go by the kernel of activations. */
 #include "cpu/cpu_weight_codes.h"
 
 #include "core/formats.h"
@@ -19,7 +20,7 @@
 /* Values that are worth a member of a team, and what one takes, roughly. */
 #define THREAD_SHARE 8192
 #define NANOSECONDS  2.0
-/* Values with a scale from which on vectors of every level divide them. */
+/* Narrowest group that vectors of every level fill. */
 #define WIDE_GROUP 128
 
 typedef struct {

@@ -14,9 +14,9 @@ import torch
 from moqext import UnsupportedQuantization
 from moqext.ops import unpack_nvfp4
 from moqext_torch.exchange import NAMED, stored_exponents
-from moqext_torch.op import LOW_RANK
+from moqext_torch.op import LOW_RANK, PAIR
 
-STORED_AS = {role: f"weight_quantizer._svdquant_{role}" for role in LOW_RANK}
+STORED_AS = {role: f"{PAIR}{role}" for role in LOW_RANK}
 """Names of parameters that files do not call by their roles."""
 
 

@@ -19,6 +19,8 @@ ROLES = ("weight", "weight_scale", "output_scale", "input_scale", "pre_quant_sca
 """The prepared tensors of a linear, in the order of the operation's arguments."""
 LOW_RANK = ("lora_a", "lora_b")
 """The prepared tensors that only NVFP4_SVD has: the last arguments."""
+PAIR = "weight_quantizer._svdquant_"
+"""Part of the names that low-rank pairs have in files, before those of the roles."""
 
 NO_GRADIENT = (
     "moqext's experts, norms and activations have no gradient: call them under torch.no_grad() or "

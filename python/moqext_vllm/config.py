@@ -24,6 +24,7 @@ from vllm.model_executor.layers.quantization.modelopt import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moqext import ConfigError, LayerQuant, QuantConfig, detect
+from moqext_torch.op import PAIR
 from moqext_torch.stepping_aside import ReadConfig, Reason, read_config, tell_once
 from moqext_vllm import hand_back
 from moqext_vllm.check import Stored, check_checkpoint, is_unquantized_head, refuse_stored_table
@@ -37,8 +38,6 @@ logger = logging.getLogger("vllm.moqext")
 Semantics = Literal["vllm", "modelopt"]
 RENAMES = {"nemotron_h": {"backbone.embedding.": "backbone.embed_tokens."}}
 """By type of a model: parts of names of Transformers 5 that vLLM's model does not know."""
-PAIR = "weight_quantizer._svdquant_"
-"""Part of the names of low-rank pairs that those of moqext do without."""
 ONLINE = "_online_quantization_args"
 """Name of a field that vLLM adds to a configuration for classes of its own."""
 
